@@ -1,0 +1,1 @@
+"""Load generator, micro-benchmarks and side-by-side comparisons."""

@@ -1,0 +1,1 @@
+"""KV transfer between servers: leases, ledger, layout, transfer service and client."""

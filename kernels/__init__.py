@@ -1,0 +1,1 @@
+"""Kernels, each beside its PyTorch reference. Imports nothing of the project."""

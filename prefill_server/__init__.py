@@ -1,0 +1,1 @@
+"""Front process of a prefill server."""

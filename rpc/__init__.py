@@ -1,0 +1,1 @@
+"""What every server shares: errors, channels, scaffolding, deadlines, stages, metrics, logging, configuration."""
