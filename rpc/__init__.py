@@ -1,1 +1,2 @@
-"""What every server shares: errors, channels, scaffolding, deadlines, stages, metrics, logging, configuration."""
+"""What every server shares: errors, channels, scaffolding, deadlines, stages, metrics, logging,
+configuration."""

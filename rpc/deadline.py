@@ -68,7 +68,9 @@ class Deadline:
         """Raises GENERATE_TIMEOUT when the deadline has passed."""
         if self.passed():
             raise BatonError(
-                ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time", stage=stage
+                ErrorCode.GENERATE_TIMEOUT,
+                "the request's deadline has passed; allow it more time",
+                stage=stage,
             )
 
     def at_ns(self) -> int:

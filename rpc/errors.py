@@ -1,9 +1,9 @@
 """The error table: one row per code, and the one exception type that carries a code.
 
-Everything that is said about a failure (gRPC status, HTTP status, OpenAI `type` and `code`, whether a retry can help,
-whether it counts against a server's circuit breaker) is read from `TABLE`. `docs/error_codes.md` is generated from it
-(`python -m rpc.errors_doc`). Numbers up to 85xx keep the meaning they have in RTP-LLM; 86xx and the five-digit ones
-are Baton's own.
+Everything that is said about a failure (gRPC status, HTTP status, OpenAI `type` and `code`, whether a retry
+can help, whether it counts against a server's circuit breaker) is read from `TABLE`. `docs/error_codes.md` is
+generated from it (`python -m rpc.errors_doc`). Numbers up to 85xx keep the meaning they have in RTP-LLM; 86xx
+and the five-digit ones are Baton's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MAX_MESSAGE_CHARS = 1000
 
 
 class ErrorCode(IntEnum):
-    """Every code that may travel. The member's name is the `reason` of `ErrorInfo` and the `code` label of metrics."""
+    """Every code that may travel. The member's name is the `reason` of `ErrorInfo` and the `code` label of
+    metrics."""
 
     NONE_ERROR = 0
     LONG_PROMPT_ERROR = 511
@@ -100,8 +101,8 @@ BreakerMark = Literal["–", "no", "yes"]
 class ErrorSpec:
     """One row of the error table.
 
-    `http` is None for codes that only end a start-up. `retry` and `breaker_mark` are the cells of the documentation;
-    `–` means the question does not arise (success, or a failure of the router's own).
+    `http` is None for codes that only end a start-up. `retry` and `breaker_mark` are the cells of the
+    documentation; `–` means the question does not arise (success, or a failure of the router's own).
     """
 
     code: ErrorCode
@@ -262,7 +263,8 @@ TABLE: Mapping[ErrorCode, ErrorSpec] = MappingProxyType(
 
 
 def clean_text(text: str | bytes, limit: int = MAX_MESSAGE_CHARS) -> str:
-    """`text` as valid, printable UTF-8 of at most `limit` characters; whatever is not becomes a replacement sign."""
+    """`text` as valid, printable UTF-8 of at most `limit` characters; whatever is not becomes a replacement
+    sign."""
     if isinstance(text, bytes):
         text = text[: 4 * limit].decode("utf-8", "replace")
     text = text[: limit + 1].encode("utf-8", "replace").decode("utf-8")
@@ -303,12 +305,18 @@ class BatonError(Exception):
 
     @classmethod
     def from_number(
-        cls, number: int, message: str = "", *, stage: str = "", metadata: Mapping[str, str] = MappingProxyType({})
+        cls,
+        number: int,
+        message: str = "",
+        *,
+        stage: str = "",
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> BatonError:
         """The failure that another process reports as a bare number.
 
-        Unknown numbers become UNKNOWN_ERROR, a missing one (0) CACHE_STORE_LOAD_UNKNOWN_ERROR; both keep the number
-        in `metadata["remote_code"]` and are breaches of the contract between the processes (see `breach`).
+        Unknown numbers become UNKNOWN_ERROR, a missing one (0) CACHE_STORE_LOAD_UNKNOWN_ERROR; both keep the
+        number in `metadata["remote_code"]` and are breaches of the contract between the processes (see
+        `breach`).
         """
         try:
             code = ErrorCode(number)
@@ -317,7 +325,8 @@ class BatonError(Exception):
             return cls(ErrorCode.UNKNOWN_ERROR, message, stage=stage, metadata={**metadata, **extra})
         if code is ErrorCode.NONE_ERROR:
             extra = {"remote_code": "0", "contract_breach": "no_code"}
-            return cls(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, message, stage=stage, metadata={**metadata, **extra})
+            code = ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
+            return cls(code, message, stage=stage, metadata={**metadata, **extra})
         return cls(code, message, stage=stage, metadata=metadata)
 
     @property
@@ -334,7 +343,8 @@ class BatonError(Exception):
         return self.spec.http if self.spec.http is not None else 500
 
     def with_context(self, **metadata: str) -> BatonError:
-        """Adds what a caller knows and returns the same error. The first value of a key stays; the code never changes."""
+        """Adds what a caller knows and returns the same error. The first value of a key stays; the code never
+        changes."""
         for key, value in metadata.items():
             self.metadata.setdefault(key, value)
         return self

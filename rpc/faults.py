@@ -1,13 +1,15 @@
 """Fault points: named hooks in product code that only a test can arm.
 
-Armed by the environment variable `BATON_FAULTS`, read once when this module is imported, or by `arm()` in a test that
-runs the code in its own process. Unarmed, a fault point costs one truth test of an empty dictionary.
+Armed by the environment variable `BATON_FAULTS`, read once when this module is imported, or by `arm()` in a
+test that runs the code in its own process. Unarmed, a fault point costs one truth test of an empty
+dictionary.
 
     BATON_FAULTS="name:action=value[,key=value];name:..."
 
-Actions: `delay=SECONDS`, `raise=CODE_NAME` (or its number), `drop` (the caller leaves out what the point stands for).
-`nth=N` lets only the N-th matching call through to the action (from 1), `every=N` each N-th one, `times=N` at most N.
-Every other `key=value` must equal the label of that name, so `engine.layer:delay=0.05,layer=3` slows layer 3 alone.
+Actions: `delay=SECONDS`, `raise=CODE_NAME` (or its number), `drop` (the caller leaves out what the point
+stands for). `nth=N` lets only the N-th matching call through to the action (from 1), `every=N` each N-th one,
+`times=N` at most N. Every other `key=value` must equal the label of that name, so
+`engine.layer:delay=0.05,layer=3` slows layer 3 alone.
 """
 
 from __future__ import annotations
@@ -148,7 +150,8 @@ def fault(name: str, **labels: object) -> bool:
 
 
 async def fault_async(name: str, **labels: object) -> bool:
-    """Fault point for coroutines; like `fault`, but a delay suspends the caller alone and can be cancelled."""
+    """Fault point for coroutines; like `fault`, but a delay suspends the caller alone and can be
+    cancelled."""
     if not _armed:
         return False
     delay_s, error, drop = _due(name, labels)

@@ -1,7 +1,8 @@
 """Request ids and the keys made from them.
 
-One `request_id` names a request from the client's header to the cache store. Each attempt to serve it has its own
-`request_key = "{request_id}#{attempt}.{nonce}"`, so that a retry and a later request with the same id never meet.
+One `request_id` names a request from the client's header to the cache store. Each attempt to serve it has its
+own `request_key = "{request_id}#{attempt}.{nonce}"`, so that a retry and a later request with the same id
+never meet.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def new_nonce() -> str:
 
 
 def request_key(request_id: str, attempt: int, nonce: str | None = None) -> str:
-    """Key of one attempt; without `nonce` a new one is drawn. Raises ValueError for parts that cannot be split again."""
+    """Key of one attempt; without `nonce` a new one is drawn. Raises ValueError for parts that cannot be
+    split again."""
     key = f"{request_id}#{attempt}.{nonce if nonce is not None else new_nonce()}"
     if _REQUEST_KEY.fullmatch(key) is None:
         raise ValueError(f"not a request key: {key!r}")

@@ -1,8 +1,8 @@
 """The stage clock: where a request spent its time on one process.
 
 A request runs through a fixed list of stages. One function runs a stage (`run_stage`, or the context manager
-`in_stage` for bodies that yield): check whether to stop, `next_stage()`, body, `finish_stage()`. A body never advances
-the clock itself. Seconds come from one monotonic clock of one process; the clock is injected.
+`in_stage` for bodies that yield): check whether to stop, `next_stage()`, body, `finish_stage()`. A body never
+advances the clock itself. Seconds come from one monotonic clock of one process; the clock is injected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FINISH = "finish"
 
 
 class StageClock:
-    """Position and time buckets of one request: `start` (0), the stages (1 …), `finish` (number of stages + 1).
+    """Position and time buckets of one request: `start` (0), the stages (1 …), `finish` (number of stages +
+    1).
 
     Not thread-safe: a request belongs to one event loop or one thread.
     """
@@ -62,11 +63,12 @@ class StageClock:
 
     def next_stage(self) -> str:
         """Enters the next stage and starts its time. Raises AssertionError beyond `finish`."""
-        if self.finished:
+        last = len(self._names) - 1
+        if self._position == last:
             raise AssertionError(f"next_stage() beyond {FINISH}")
         self.finish_stage()
         self._position += 1
-        if self.finished:
+        if self._position == last:
             self._ended = self._clock()
         else:
             self._began = self._clock()
@@ -83,8 +85,8 @@ class StageClock:
     def restore_stage(self, stage: str | None = None) -> None:
         """Steps back so that `next_stage()` enters `stage` (the present one by default) again.
 
-        What was measured stays in the buckets: attempts of a retried stage add up. Raises ValueError for a stage that
-        has not been reached.
+        What was measured stays in the buckets: attempts of a retried stage add up. Raises ValueError for a
+        stage that has not been reached.
         """
         self.finish_stage()
         target = self._position if stage is None else self._index(stage)
@@ -94,14 +96,16 @@ class StageClock:
         self._ended = None
 
     def finish(self) -> None:
-        """Ends the present stage and goes to `finish` from wherever the request stands. May be called again."""
+        """Ends the present stage and goes to `finish` from wherever the request stands. May be called
+        again."""
         self.finish_stage()
         if not self.finished:
             self._position = len(self._names) - 1
             self._ended = self._clock()
 
     def add_retry_wait(self, seconds: float) -> None:
-        """Counts a retry of the present stage, and the sleep before it, which belongs to no stage's own time."""
+        """Counts a retry of the present stage, and the sleep before it, which belongs to no stage's own
+        time."""
         self._retries[self.stage] = self._retries.get(self.stage, 0) + 1
         self._waits[self.stage] = self._waits.get(self.stage, 0.0) + max(0.0, seconds)
 
@@ -111,7 +115,8 @@ class StageClock:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + max(0.0, seconds)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per stage that was reached and left, in stage order; a measured 0 is there, an unreached one not."""
+        """Seconds per stage that was reached and left, in stage order; a measured 0 is there, an unreached
+        one not."""
         return {name: self._seconds[name] for name in self._names if name in self._seconds}
 
     def retry_waits(self) -> dict[str, float]:
@@ -133,7 +138,8 @@ class StageClock:
 
 
 class StopCheck:
-    """Whether a request must stop: its deadline first (GENERATE_TIMEOUT), then its cancellation (CANCELLED)."""
+    """Whether a request must stop: its deadline first (GENERATE_TIMEOUT), then its cancellation
+    (CANCELLED)."""
 
     def __init__(self, deadline: Deadline | None = None, cancelled: Callable[[], bool] | None = None) -> None:
         self.deadline = deadline
@@ -148,7 +154,8 @@ class StopCheck:
 
 @contextmanager
 def in_stage(clock: StageClock, stop: StopCheck | None = None) -> Iterator[str]:
-    """Runs the `with` body as the next stage. An error that leaves it takes the stage's name if it has none."""
+    """Runs the `with` body as the next stage. An error that leaves it takes the stage's name if it has
+    none."""
     if stop is not None:
         stop.check(clock.stage)
     name = clock.next_stage()
@@ -181,8 +188,8 @@ async def run_stage_with_retry(
 ) -> T:
     """Runs `body` as the next stage, again while it fails with an error that `retry_on` accepts.
 
-    At most `attempts` further attempts, begun within `timeout_s` of the first, `interval_s` apart. Raises the last
-    attempt's error, or that of `stop`.
+    At most `attempts` further attempts, begun within `timeout_s` of the first, `interval_s` apart. Raises the
+    last attempt's error, or that of `stop`.
     """
     give_up_at = now() + timeout_s
     for attempt in range(attempts + 1):

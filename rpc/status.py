@@ -19,8 +19,8 @@ from rpc.errors import TABLE, BatonError, ErrorCode, clean_text
 
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
-# gRPC's soft limit for trailers is 8 KiB, beyond which the client sees RESOURCE_EXHAUSTED in place of the real code.
-# The details are base64 on the wire and the message is there a second time.
+# gRPC's soft limit for trailers is 8 KiB, beyond which the client sees RESOURCE_EXHAUSTED in place of the
+# real code. The details are base64 on the wire and the message is there a second time.
 MAX_STATUS_BYTES = 4096
 MAX_MESSAGE_BYTES = 600
 DEFAULT_RETRY_DELAY_S = 1.0
@@ -38,8 +38,8 @@ def _cut(text: str, max_bytes: int) -> str:
 def to_rpc_status(error: BatonError, *, request_id: str = "", peer: str = "") -> status_pb2.Status:
     """`error` as a status of at most MAX_STATUS_BYTES; metadata values are shortened, longest first, to fit.
 
-    Details: `ErrorInfo{reason=NAME, domain="baton", metadata{code, stage, param, request_id, peer, …}}`, and `RetryInfo`
-    where a retry can help.
+    Details: `ErrorInfo{reason=NAME, domain="baton", metadata{code, stage, param, request_id, peer, …}}`, and
+    `RetryInfo` where a retry can help.
     """
     spec = error.spec
     reserved = {
@@ -52,7 +52,7 @@ def to_rpc_status(error: BatonError, *, request_id: str = "", peer: str = "") ->
     extra = {clean_text(k, 64): clean_text(str(v), MAX_STATUS_BYTES) for k, v in error.metadata.items()}
     reserved = {k: clean_text(v, 256) for k, v in reserved.items()}
     reserved = {k: v or extra.get(k, "") for k, v in reserved.items()}
-    extra = {k: v for k, v in extra.items() if k not in reserved and v}
+    extra = {k: v for k, v in extra.items() if k not in reserved and v}  # empty values say nothing
     message = _cut(error.message, MAX_MESSAGE_BYTES)
     while True:
         status = _pack(error, message, {**{k: v for k, v in reserved.items() if v}, **extra})
@@ -107,8 +107,9 @@ async def abort(
 def parse_status(payload: bytes | None) -> BatonError | None:
     """The error in a `grpc-status-details-bin` payload; None when it holds none of Baton's.
 
-    Absent: no payload, unparsable bytes, no `ErrorInfo` of domain `baton`, a code that is missing, 0 or no number. An
-    unknown number becomes UNKNOWN_ERROR and keeps the number in the metadata. An empty message becomes the code's name.
+    Absent: no payload, unparsable bytes, no `ErrorInfo` of domain `baton`, a code that is missing, 0 or no
+    number. An unknown number becomes UNKNOWN_ERROR and keeps the number in the metadata. An empty message
+    becomes the code's name.
     """
     if not payload:
         return None
@@ -161,10 +162,11 @@ def from_rpc_error(
 ) -> BatonError:
     """The failure of a call that this process made, typed.
 
-    With details, they decide (a decode server's own MALLOC_FAILED is DECODE_MALLOC_FAILED outside of it). Without
-    details: `deadline_passed` is about the request's own deadline, `was_ready` whether the channel had ever been
-    connected, `loaded` whether the decode leg's load had ended, `silent` whether the stream had been silent beyond the
-    keep-alive limit. The peer's own text goes into the metadata, never into the message.
+    With details, they decide (a decode server's own MALLOC_FAILED is DECODE_MALLOC_FAILED outside of it).
+    Without details: `deadline_passed` is about the request's own deadline, `was_ready` whether the channel
+    had ever been connected, `loaded` whether the decode leg's load had ended, `silent` whether the stream had
+    been silent beyond the keep-alive limit. The peer's own text goes into the metadata, never into the
+    message.
     """
     code_of = getattr(exc, "code", None)
     status_code = code_of() if callable(code_of) else None
@@ -189,7 +191,11 @@ def _fallback(
     loaded: bool,
     silent: bool,
 ) -> tuple[ErrorCode, str]:
-    server = {"prefill": "the prefill server", "decode": "the decode server", "cache_store": "the cache store"}[leg]
+    server = {
+        "prefill": "the prefill server",
+        "decode": "the decode server",
+        "cache_store": "the cache store",
+    }[leg]
     if silent:
         return ErrorCode.KEEP_ALIVE_TIMEOUT, f"{server} was silent for too long"
     if status_code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -219,7 +225,8 @@ def _fallback(
 
 
 def decode_view(error: BatonError) -> BatonError:
-    """`error` as seen outside a decode server: its own MALLOC_FAILED is DECODE_MALLOC_FAILED; all others are unchanged."""
+    """`error` as seen outside a decode server: its own MALLOC_FAILED is DECODE_MALLOC_FAILED; all others are
+    unchanged."""
     if error.code is not ErrorCode.MALLOC_FAILED:
         return error
     message = "" if error.message == error.code.name else error.message
@@ -234,7 +241,8 @@ def decode_view(error: BatonError) -> BatonError:
 
 
 def load_failed(cause: BatonError) -> BatonError:
-    """A decode server's failed load: LOAD_KV_CACHE_FAILED with number and name of the cause in the metadata."""
+    """A decode server's failed load: LOAD_KV_CACHE_FAILED with number and name of the cause in the
+    metadata."""
     if cause.code is ErrorCode.LOAD_KV_CACHE_FAILED:
         return cause
     return BatonError(
@@ -246,7 +254,8 @@ def load_failed(cause: BatonError) -> BatonError:
 
 
 def contract_breach(peer: str, what: str) -> BatonError:
-    """A peer's answer without its result or its code: a failure, never a success by default. Logged as an error."""
+    """A peer's answer without its result or its code: a failure, never a success by default. Logged as an
+    error."""
     _log.error("contract breach by peer %s: %s", clean_text(peer, 128), clean_text(what, 256))
     return BatonError(
         ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,

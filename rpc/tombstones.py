@@ -1,6 +1,7 @@
 """Tombstones: aborts that arrived before the request they mean.
 
-Such an abort leaves a mark which refuses the late request with REQUEST_TOMBSTONED. Pure: the clock is injected.
+Such an abort leaves a mark which refuses the late request with REQUEST_TOMBSTONED. Pure: the clock is
+injected.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Callable
 class Tombstones:
     """Keys that must not start any more, each for `ttl_s` seconds from its latest `add`.
 
-    At most `max_entries` are kept: beyond it the oldest is dropped (and counted in `dropped`), because refusing a late
-    request is an optimisation, while memory is not to be bought with random ids. Not thread-safe.
+    At most `max_entries` are kept: beyond it the oldest is dropped (and counted in `dropped`), because
+    refusing a late request is an optimisation, while memory is not to be bought with random ids. Not
+    thread-safe.
     """
 
     def __init__(

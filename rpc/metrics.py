@@ -1,0 +1,293 @@
+"""The one registry of a process, made from the table in `rpc.metric_families`.
+
+What did not happen is absent: counters and histograms make a series with its first event, while `# HELP` and
+`# TYPE` of every family of the role are there from the start. Gauges without labels of their own exist from
+the start at 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from rpc.metric_families import BUCKETS, FAMILIES, SECTIONS, Family, Role, families_of
+
+__all__ = [
+    "BUCKETS",
+    "CONTENT_TYPE",
+    "FAMILIES",
+    "MAX_WORKERS",
+    "SECTIONS",
+    "Bound",
+    "Family",
+    "Registry",
+    "Role",
+    "families_of",
+]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_WORKERS = 256
+OTHER = "other"
+
+_log = logging.getLogger(__name__)
+_Metric: TypeAlias = Counter | Gauge | Histogram
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class ObservationLike(Protocol):
+    """News about one series, as the engine sends it: a counter's increment, a gauge's value, a histogram's
+    sample."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+    @property
+    def value(self) -> float: ...
+
+
+class Bound:
+    """One family of a registry; `labels()` gives the series, which has `inc`, `set` or `observe` by its
+    kind."""
+
+    def __init__(self, registry: Registry, name: str) -> None:
+        self._registry = registry
+        self._name = name
+
+    def labels(self, **labels: str) -> _Metric:
+        return self._registry.series(self._name, labels)
+
+
+class Registry:
+    """All metric families of one process.
+
+    `colocated` and `tensor_parallel` add the families that exist only then. Safe to use from several threads.
+    An unknown family, an unknown or missing label and a value outside a closed set raise at once, so a test
+    that reaches the line finds the mistake.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        colocated: bool = False,
+        tensor_parallel: bool = False,
+        process_metrics: bool = True,
+    ) -> None:
+        self.role: Role = role
+        self.families = families_of(role, colocated=colocated, tensor_parallel=tensor_parallel)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._metrics: dict[str, _Metric] = {}
+        self._labels: dict[str, tuple[str, ...]] = {}
+        self._series: dict[tuple[str, ...], _Metric] = {}
+        self._workers: set[str] = set()
+        self._complained: set[str] = set()
+        self._lock = threading.Lock()
+        for name, family in self.families.items():
+            labels = family.all_labels(role)
+            self._labels[name] = labels
+            self._metrics[name] = self._make(family, labels)
+            if family.kind == "gauge" and set(labels) <= {"role"}:
+                self.set(name, 0)
+        if process_metrics:
+            ProcessCollector(registry=self._registry)
+            PlatformCollector(registry=self._registry)
+            GCCollector(registry=self._registry)
+
+    def _make(self, family: Family, labels: tuple[str, ...]) -> _Metric:
+        if family.kind == "counter":
+            return Counter(family.name, family.help, labels, registry=self._registry)
+        if family.kind == "gauge":
+            return Gauge(family.name, family.help, labels, registry=self._registry)
+        return Histogram(
+            family.name, family.help, labels, registry=self._registry, buckets=family.bucket_bounds()
+        )
+
+    def _label_values(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
+        """Values in the family's order, with the own role filled in; checked."""
+        names = self._labels.get(name)
+        if names is None:
+            known = "of another role" if name in FAMILIES else "unknown"
+            raise KeyError(f"metric family {name} is {known}; this process is {self.role}")
+        family = self.families[name]
+        own_role = family.own_role
+        for label in labels:
+            if label not in names:
+                raise KeyError(f"metric family {name} has no label {label}; its labels: {', '.join(names)}")
+        values = []
+        for label in names:
+            value = labels.get(label)
+            if value is None:
+                if not (own_role and label == "role"):
+                    raise KeyError(f"metric family {name} needs the label {label}")
+                value = self.role
+            value = str(value)
+            allowed = family.values.get(label)
+            if allowed is not None and value not in allowed:
+                raise ValueError(
+                    f"label {label}={value!r} of {name} must be one of: {', '.join(sorted(allowed))}"
+                )
+            if own_role and label == "role" and value != self.role:
+                raise ValueError(f"label role={value!r} of {name}: this process is {self.role}")
+            values.append(self._capped(value) if label == "worker" else value)
+        return tuple(values)
+
+    def _capped(self, worker: str) -> str:
+        if worker in self._workers:
+            return worker
+        with self._lock:
+            if len(self._workers) >= MAX_WORKERS and worker not in self._workers:
+                return OTHER
+            self._workers.add(worker)
+        return worker
+
+    def series(self, name: str, labels: Mapping[str, str]) -> _Metric:
+        """The series of `name` with these labels; made if it does not exist."""
+        values = self._label_values(name, labels)
+        key = (name, *values)
+        found = self._series.get(key)
+        if found is None:
+            metric = self._metrics[name]
+            found = metric.labels(*values) if values else metric
+            self._series[key] = found
+        return found
+
+    def _bound(self, name: str, kind: str) -> Bound:
+        family = self.families.get(name)
+        if family is None or family.kind != kind:
+            raise KeyError(f"{self.role} has no {kind} named {name}")
+        return Bound(self, name)
+
+    def counter(self, name: str) -> Bound:
+        return self._bound(name, "counter")
+
+    def gauge(self, name: str) -> Bound:
+        return self._bound(name, "gauge")
+
+    def histogram(self, name: str) -> Bound:
+        return self._bound(name, "histogram")
+
+    def inc(self, name: str, value: float = 1, **labels: str) -> None:
+        """Adds to a counter (>= 0) or a gauge."""
+        series = self.series(name, labels)
+        if isinstance(series, Histogram):
+            raise KeyError(f"{name} is a histogram; use observe()")
+        series.inc(value)
+
+    def dec(self, name: str, value: float = 1, **labels: str) -> None:
+        series = self.series(name, labels)
+        if not isinstance(series, Gauge):
+            raise KeyError(f"{name} is no gauge")
+        series.dec(value)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Sets a gauge."""
+        series = self.series(name, labels)
+        if not isinstance(series, Gauge):
+            raise KeyError(f"{name} is no gauge")
+        series.set(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Adds a sample to a histogram, in the unit of its name."""
+        series = self.series(name, labels)
+        if not isinstance(series, Histogram):
+            raise KeyError(f"{name} is no histogram")
+        series.observe(value)
+
+    @contextmanager
+    def track(self, name: str, **labels: str) -> Iterator[None]:
+        """Counts the `with` body in a gauge of open work, which falls on every exit."""
+        series = self.series(name, labels)
+        if not isinstance(series, Gauge):
+            raise KeyError(f"{name} is no gauge")
+        series.inc()
+        try:
+            yield
+        finally:
+            series.dec()
+
+    def remove(self, name: str, **labels: str) -> None:
+        """Takes a series away (a state that is absent, a server that left). Absent already: nothing
+        happens."""
+        values = self._label_values(name, labels)
+        if self._series.pop((name, *values), None) is not None and values:
+            self._metrics[name].remove(*values)
+
+    def remove_worker(self, worker: str) -> None:
+        """Takes every series of a server away and frees its place among the MAX_WORKERS."""
+        for key in list(self._series):
+            name, values = key[0], key[1:]
+            labels = self._labels[name]
+            if "worker" in labels and values[labels.index("worker")] == worker:
+                self._series.pop(key, None)
+                self._metrics[name].remove(*values)
+        with self._lock:
+            self._workers.discard(worker)
+
+    def apply(self, observations: Iterable[ObservationLike]) -> int:
+        """Books what an engine reports: increments, gauge values, samples, by the kind of the family.
+
+        Returns how many were refused because of their name, labels or value; each kind of mistake is logged
+        once, and the rest is booked, because a figure must not stop the step that brought it.
+        """
+        refused = 0
+        for item in observations:
+            try:
+                series = self.series(item.name, item.labels)
+                if isinstance(series, Counter):
+                    series.inc(item.value)
+                elif isinstance(series, Gauge):
+                    series.set(item.value)
+                else:
+                    series.observe(item.value)
+            except (KeyError, ValueError) as error:
+                refused += 1
+                text = str(error)
+                if text not in self._complained and len(self._complained) < 100:
+                    self._complained.add(text)
+                    _log.error("observation refused: %s", text)
+        return refused
+
+    def value(self, sample: str, **labels: str) -> float | None:
+        """Value of one sample (`…_total`, `…_count`, `…_sum`, a gauge's name), or None when it is absent.
+
+        The own role need not be given.
+        """
+        for name in (sample, sample.rsplit("_", 1)[0]):
+            family = self.families.get(name)
+            if family is not None:
+                if family.own_role:
+                    labels.setdefault("role", self.role)
+                return self._registry.get_sample_value(sample, labels)
+        raise KeyError(f"{self.role} has no metric family for the sample {sample}")
+
+    def set_build_info(self, version: str, revision: str = "", **labels: str) -> None:
+        self.set(
+            "baton_build_info",
+            1,
+            version=version,
+            revision=revision,
+            python=platform.python_version(),
+            **labels,
+        )
+
+    def render(self) -> bytes:
+        """The exposition in Prometheus text format (CONTENT_TYPE)."""
+        return generate_latest(self._registry)
