@@ -1,0 +1,371 @@
+"""The client requests that are open: from the moment their id is known to their last byte.
+
+An `OpenRequest` is what is refused as a duplicate, aborted, drained and accounted. The surfaces open one per
+client request, before they validate it, and hand it to the orchestrator inside each `RouterRequest`:
+
+    with open_requests.open(request_id, api="chat", model=name, stream=True) as open_request:
+        with in_stage(open_request.clock): validate
+        with in_stage(open_request.clock): tokenize
+        async for event in orchestrator.generate(RouterRequest(..., owner=open_request)):
+            write; open_request.tokens_written(len(event.tokens))
+        open_request.finish("stop")
+
+A `with` body that ends by an exception fails the request with it; one that ends without `finish()` was left
+by its client. Metrics and the access log line are written once, at the end of the `with` body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from router.requests import Api, FinishReason, Path
+from rpc.deadline import Deadline
+from rpc.errors import BatonError, ErrorCode
+from rpc.ids import check_request_id
+from rpc.metrics import Registry
+from rpc.stages import ROUTER_STAGES, StageClock
+from rpc.tombstones import Tombstones
+
+
+class AccessRecord(Protocol):
+    """Where the line about a finished request goes."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class LegNote:
+    """What one attempt did, for the access log."""
+
+    attempt: int
+    path: Path
+    prefill: str = ""
+    decode: str = ""
+    code: str = ""
+
+
+@dataclass
+class _Writing:
+    """Times of the written chunks of one choice."""
+
+    first: float
+    last: float
+    tokens: int
+
+
+class OpenRequest:
+    """One client request. Made by `OpenRequests.open`; a context manager, used once."""
+
+    def __init__(
+        self,
+        table: OpenRequests,
+        request_id: str,
+        *,
+        api: Api,
+        model: str,
+        stream: bool,
+        arrival: float,
+        deadline: Deadline,
+    ) -> None:
+        self._table = table
+        self.request_id = request_id
+        self.api: Api = api
+        self.model = model
+        self.stream = stream
+        self.arrival = arrival
+        self.deadline = deadline
+        self.clock = StageClock(ROUTER_STAGES)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.attempts = 0
+        self.path: Path | None = None
+        self.legs: list[LegNote] = []
+        self.timeline: dict[str, float] = {}
+        self.outcome: FinishReason | None = None
+        self.error: BatonError | None = None
+        self._clock_taken = False
+        self._writing: dict[int, _Writing] = {}
+        self._stop: BatonError | None = None
+        self._stoppers: list[Callable[[BatonError], None]] = []
+
+    # -- for the surfaces
+
+    def tokens_written(self, tokens: int, choice: int = 0) -> None:
+        """A chunk with `tokens` new tokens of `choice` went to the client (or, not streamed, into the
+        answer)."""
+        if tokens <= 0:
+            return
+        now = self._table.clock()
+        writing = self._writing.get(choice)
+        if writing is None:
+            if not self._writing:
+                self._table.first_token(self, now)
+            self._writing[choice] = _Writing(now, now, tokens)
+            return
+        self._table.later_tokens(self, (now - writing.last) / tokens, tokens)
+        writing.last = now
+        writing.tokens += tokens
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens written so far, over all choices."""
+        return sum(w.tokens for w in self._writing.values())
+
+    def finish(self, outcome: FinishReason) -> None:
+        """The request ended as it should. With several choices: the last one's reason; an error that is set
+        stays."""
+        if self.error is None:
+            self.outcome = outcome
+
+    def fail(self, error: BatonError) -> None:
+        """The request failed; the first cause stays."""
+        if self.error is None:
+            self.error = error
+            self.outcome = None
+
+    # -- for the orchestrator
+
+    def take_clock(self) -> StageClock:
+        """The request's stage clock for its first choice; a clock of their own for further ones."""
+        if self._clock_taken:
+            return StageClock(ROUTER_STAGES)
+        self._clock_taken = True
+        return self.clock
+
+    @property
+    def stopped(self) -> BatonError | None:
+        """CANCELLED once the request was aborted through the API, SERVER_DRAINING once the router gave it
+        up."""
+        return self._stop
+
+    def on_stop(self, stopper: Callable[[BatonError], None]) -> Callable[[], None]:
+        """Calls `stopper` when the request is stopped; at once when it already is. Returns what takes it
+        back."""
+        if self._stop is not None:
+            stopper(self._stop)
+            return lambda: None
+        self._stoppers.append(stopper)
+        return lambda: self._stoppers.remove(stopper) if stopper in self._stoppers else None
+
+    def stop(self, error: BatonError) -> None:
+        """Ends every choice: with finish reason abort for CANCELLED, else with `error`. The first cause
+        stays."""
+        if self._stop is None:
+            self._stop = error
+            stoppers, self._stoppers = self._stoppers, []
+            for stopper in stoppers:
+                stopper(error)
+
+    # -- the scope
+
+    def __enter__(self) -> OpenRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(exc, BatonError):
+            self.fail(exc)
+        elif isinstance(exc, Exception):
+            self.fail(BatonError(ErrorCode.UNKNOWN_ERROR, metadata={"exception": type(exc).__name__}))
+        elif self.outcome is None and self.error is None:
+            self.fail(BatonError(ErrorCode.CANCELLED, "request cancelled by client"))
+        self._table.closed(self)
+
+
+class OpenRequests:
+    """All open client requests of the router."""
+
+    def __init__(
+        self,
+        metrics: Registry,
+        *,
+        request_timeout_s: float | None,
+        served_names: Callable[[], Sequence[str]],
+        access_log: AccessRecord | None = None,
+        tombstones: Tombstones | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = metrics
+        self.clock = clock
+        self.request_timeout_s = request_timeout_s
+        self._served_names = served_names
+        self._access_log = access_log
+        self._tombstones = tombstones if tombstones is not None else Tombstones(clock=clock)
+        self._open: dict[str, OpenRequest] = {}
+        self._refuse: BatonError | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def open(
+        self,
+        request_id: str,
+        *,
+        api: Api,
+        model: str = "",
+        stream: bool = False,
+        arrival: float | None = None,
+        deadline: Deadline | None = None,
+    ) -> OpenRequest:
+        """Opens a client request; its deadline is the earlier of `deadline` and the router's own limit.
+
+        Raises INVALID_PARAMS (id), DUPLICATE_REQUEST (open already), REQUEST_TOMBSTONED (aborted before it
+        came) and SERVER_DRAINING. `model` can be set later, once the body is read, by assigning to the
+        attribute.
+        """
+        check_request_id(request_id)
+        arrival = self.clock() if arrival is None else arrival
+        limit = (deadline or Deadline.never()).earlier(self.request_timeout_s)
+        request = OpenRequest(
+            self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit
+        )
+        refusal = self._refusal(request_id)
+        if refusal is not None:
+            request.fail(refusal)
+            self._account(request)
+            raise refusal
+        self._open[request_id] = request
+        self._empty.clear()
+        return request
+
+    def _refusal(self, request_id: str) -> BatonError | None:
+        if self._refuse is not None:
+            refusal = self._refuse
+            return BatonError(refusal.code, refusal.message, retry_after_s=refusal.retry_after_s)
+        if request_id in self._open:
+            return BatonError(
+                ErrorCode.DUPLICATE_REQUEST,
+                f"a request with the id {request_id} is open; use another id",
+                param="request_id",
+            )
+        if self._tombstones.hit(request_id):
+            message = f"the request {request_id} was aborted before it came"
+            return BatonError(ErrorCode.REQUEST_TOMBSTONED, message)
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """Stops the open request; for an unknown id leaves a tombstone and returns False."""
+        request = self._open.get(request_id)
+        if request is None:
+            self._tombstones.add(request_id)
+            return False
+        request.stop(BatonError(ErrorCode.CANCELLED, "the request was aborted"))
+        return True
+
+    def refuse_new(self, error: BatonError) -> None:
+        """From now on every new request gets `error`."""
+        self._refuse = error
+
+    def stop_all(self, error: BatonError) -> int:
+        """Ends every open request with `error`; returns how many there were."""
+        requests = list(self._open.values())
+        for request in requests:
+            request.stop(error)
+        return len(requests)
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Waits until no request is open, at most `timeout_s`; returns whether none is."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- accounting
+
+    def first_token(self, request: OpenRequest, now: float) -> None:
+        self.metrics.observe(
+            "baton_time_to_first_token_seconds",
+            max(0.0, now - request.arrival),
+            model_name=self._model_label(request),
+            path=request.path or "pd",
+        )
+
+    def later_tokens(self, request: OpenRequest, gap_s: float, tokens: int) -> None:
+        labels = {"model_name": self._model_label(request), "path": request.path or "pd"}
+        series = self.metrics.series("baton_inter_token_latency_seconds", labels)
+        for _ in range(tokens):
+            series.observe(gap_s)  # type: ignore[union-attr]
+
+    def closed(self, request: OpenRequest) -> None:
+        if self._open.get(request.request_id) is request:
+            del self._open[request.request_id]
+            if not self._open:
+                self._empty.set()
+        request.clock.finish()
+        self._account(request)
+
+    def _model_label(self, request: OpenRequest) -> str:
+        """The label is a closed set: whatever else a client asked for is `other`."""
+        return request.model if request.model in self._served_names() else "other"
+
+    def _account(self, request: OpenRequest) -> None:
+        metrics, error = self.metrics, request.error
+        model, api = self._model_label(request), request.api
+        outcome = "error" if error is not None else str(request.outcome)
+        stream = str(request.stream).lower()
+        metrics.inc("baton_requests_total", model_name=model, api=api, stream=stream, outcome=outcome)
+        phase = "mid_stream" if request.tokens else "before_first_token"
+        if error is not None:
+            code = error.code.name
+            metrics.inc("baton_request_errors_total", model_name=model, api=api, code=code, phase=phase)
+        for stage, seconds in request.clock.seconds().items():
+            metrics.observe("baton_stage_seconds", seconds, stage=stage)
+        if request.prompt_tokens and error is None:
+            metrics.observe("baton_request_prompt_tokens", request.prompt_tokens, model_name=model)
+            metrics.observe("baton_request_generation_tokens", request.tokens, model_name=model)
+            metrics.inc("baton_prompt_tokens_total", request.prompt_tokens, model_name=model)
+            if request.cached_tokens:
+                metrics.inc("baton_cached_prompt_tokens_total", request.cached_tokens, model_name=model)
+        if request.tokens:
+            metrics.inc("baton_generation_tokens_total", request.tokens, model_name=model)
+        if request._writing and error is None and request.path is not None:
+            last = max(w.last for w in request._writing.values())
+            e2e_s = last - request.arrival
+            metrics.observe("baton_e2e_request_latency_seconds", e2e_s, model_name=model, path=request.path)
+            longest = max(request._writing.values(), key=lambda w: w.tokens)
+            if longest.tokens > 1:
+                metrics.observe(
+                    "baton_time_per_output_token_seconds",
+                    (longest.last - longest.first) / (longest.tokens - 1),
+                    model_name=model,
+                    path=request.path,
+                )
+        if self._access_log is not None:
+            self._access_log.write(self._record(request, phase))
+
+    def _record(self, request: OpenRequest, phase: str) -> dict[str, Any]:
+        error = request.error
+        record: dict[str, Any] = {
+            "request_id": request.request_id,
+            "api": request.api,
+            "model": request.model,
+            "stream": request.stream,
+            "path": request.path,
+            "attempts": request.attempts,
+            "servers": [vars(leg) for leg in request.legs],
+            "code": error.code.name if error is not None else ErrorCode.NONE_ERROR.name,
+            "outcome": "error" if error is not None else request.outcome,
+            "prompt_tokens": request.prompt_tokens,
+            "cached_tokens": request.cached_tokens,
+            "generated_tokens": request.tokens,
+            "seconds": round(max(0.0, self.clock() - request.arrival), 6),
+            "stages": {k: round(v, 6) for k, v in request.clock.seconds().items()},
+            "timeline": {k: round(v, 6) for k, v in request.timeline.items()},
+        }
+        if error is not None:
+            record |= {"phase": phase, "message": error.message, "stage": error.stage}
+            record["cause"] = dict(error.metadata)
+        return record
