@@ -252,7 +252,7 @@ _ROWS: tuple[_Row, ...] = (
     (_E.METHOD_NOT_ALLOWED, _S.UNIMPLEMENTED, 405, "no", "no", "HTTP only"),
     (_E.PAYLOAD_TOO_LARGE, _S.RESOURCE_EXHAUSTED, 413, "no", "no", "the body exceeds `--max-payload-size`"),
     (_E.UNSUPPORTED_MEDIA_TYPE, _S.INVALID_ARGUMENT, 415, "no", "no", "HTTP only"),
-)
+)  # fmt: skip
 
 TABLE: Mapping[ErrorCode, ErrorSpec] = MappingProxyType(
     {
@@ -364,9 +364,7 @@ def _rebuild(
     metadata: dict[str, str],
     retry_after_s: float | None,
 ) -> BatonError:
-    return BatonError(
-        code, message, stage=stage, param=param, metadata=metadata, retry_after_s=retry_after_s
-    )
+    return BatonError(code, message, stage=stage, param=param, metadata=metadata, retry_after_s=retry_after_s)
 
 
 def http_error_body(error: BatonError) -> dict[str, Any]:
