@@ -1,11 +1,12 @@
 """Messages between a server's front process and its engine process.
 
-Encoded as msgpack by msgspec, carried over two ZeroMQ sockets (`ipc://`): front to engine and engine to front, one
-message per engine step each way. This module imports neither torch nor grpc, so the front may use it.
+Encoded as msgpack by msgspec, carried over two ZeroMQ sockets (`ipc://`): front to engine and engine to
+front, one message per engine step each way. This module imports neither torch nor grpc, so the front may use
+it.
 
-Times named `_ns` are readings of `time.monotonic_ns()`; front and engine run on one host, whose CLOCK_MONOTONIC is
-common to all processes. Durations are seconds. Token ids and indices count from 0; the index of a token is its
-position among the *generated* tokens of the request.
+Times named `_ns` are readings of `time.monotonic_ns()`; front and engine run on one host, whose
+CLOCK_MONOTONIC is common to all processes. Durations are seconds. Token ids and indices count from 0; the
+index of a token is its position among the *generated* tokens of the request.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class AddRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     mode: RunMode
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    output_token_ids: list[int] = []  # generated before this attempt (fail-over); sampling goes on at their count
+    output_token_ids: list[int] = []  # generated before this attempt (fail-over); sampling goes on after them
     cache_salt: str = ""
     priority: int = 0  # lower first
     arrival_ns: int = 0
@@ -124,15 +125,22 @@ class PrefillInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TimelineEvent(msgspec.Struct, frozen=True, array_like=True):
-    name: str  # e.g. "admitted", "computed", "layer_published:3", "load_started", "load_complete", "first_step"
+    name: str  # e.g. "admitted", "computed", "layer_published:3", "load_started", "first_step"
     at_ns: int
 
 
 class RequestOutput(msgspec.Struct, omit_defaults=True):
-    """News about one request out of one engine step. The last one has `finish_reason` or `error`, never both."""
+    """News about one request out of one engine step.
+
+    The one with `last` set is the last of its request. It has `error`, or `finish_reason`, never both; only
+    in mode PREFILL may it have neither: the request then goes on at the decode server, while its KV stays
+    staged here.
+    """
 
     request_key: str
+    last: bool = False
     reserved: bool = False  # DECODE: KV blocks for prompt + reserve are held (once, before any token)
+    blocks_in_cache: int = 0  # with reserved: prompt blocks found in the prefix cache here, not loaded
     loaded: bool = False  # DECODE: KV is complete and verified (once); prefill and token 0 come with it
     tokens: list[TokenOutput] = []
     prefill: PrefillInfo | None = None  # with the first token
@@ -140,6 +148,7 @@ class RequestOutput(msgspec.Struct, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, when finish_reason is stop
     error: EngineError | None = None
+    preemptions: int = 0  # on the last output: times the request lost its blocks and was computed again
     stages: dict[str, float] = {}  # on the last output: seconds per stage of this role
     events: list[TimelineEvent] = []  # on the last output
 
@@ -156,7 +165,8 @@ class StagedEnd(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """Block counts of one cache group of one rank: total = free + running + staged + receiving + quarantined + cached."""
+    """Block counts of one cache group of one rank: total = free + running + staged + receiving + quarantined
+    + cached."""
 
     group: str
     total: int
@@ -170,7 +180,8 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A change of the prefix cache: block hashes (32 hex digits each) stored or removed; `cleared` empties it."""
+    """A change of the prefix cache: block hashes (32 hex digits each) stored or removed; `cleared` empties
+    it."""
 
     stored: list[str] = []
     removed: list[str] = []
@@ -181,7 +192,8 @@ class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 class Observation(msgspec.Struct, frozen=True, array_like=True):
     """One counter increment (`value` added) or histogram observation for the metric family `name`.
 
-    `labels` hold the family's labels except `role`, which the front adds. Families are those of rpc/metrics.py.
+    `labels` hold the family's labels except `role`, which the front adds. Families are those of
+    rpc/metrics.py.
     """
 
     name: str
@@ -200,7 +212,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     tombstones: int = 0
     peers_connected: int = 0
     peers_lost: int = 0
-    oldest_hold_seconds: dict[str, float] = {}  # by state staged, receiving, quarantined; absent when none is held
+    oldest_hold_seconds: dict[str, float] = {}  # by state; absent when none is held
 
 
 class KvGroupInfo(msgspec.Struct, frozen=True):
@@ -215,7 +227,7 @@ class KvGroupInfo(msgspec.Struct, frozen=True):
 
 
 class EngineReady(msgspec.Struct, omit_defaults=True):
-    """First message of an engine: it can serve."""
+    """The engine can serve."""
 
     engine_id: str  # 32 hex digits, made at boot
     rank: int
@@ -253,9 +265,17 @@ class StepMessage(msgspec.Struct, omit_defaults=True):
     stats: EngineStats | None = None
 
 
+class EngineHello(msgspec.Struct, omit_defaults=True):
+    """First message of an engine: both sockets work. It has yet to load its model."""
+
+    pid: int
+    protocol_version: int = PROTOCOL_VERSION
+
+
 class EngineEnvelope(msgspec.Struct, omit_defaults=True):
     """What travels on the engine-to-front socket: exactly one field is set."""
 
+    hello: EngineHello | None = None
     ready: EngineReady | None = None
     failed: EngineFailed | None = None
     step: StepMessage | None = None

@@ -1,0 +1,376 @@
+"""The front's end of its engine process: starts it, talks to it, and notices its death at once.
+
+Torch-free. Belongs to one asyncio event loop. The two processes talk over two `ipc://` sockets in a private
+folder, which is removed as soon as both are connected, so that nothing is left on disk whoever dies first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.messages import (
+    PROTOCOL_VERSION,
+    AbortRequest,
+    AddRequest,
+    EngineEnvelope,
+    EngineError,
+    EngineReady,
+    EngineStats,
+    FrontMessage,
+    RequestOutput,
+    StepMessage,
+)
+from rpc.errors import BatonError, ErrorCode
+
+__all__ = ["EngineClient", "EngineConfig", "RequestStream", "error_of"]
+
+STREAM_CAPACITY = 1024
+KILL_WAIT_S = 5.0
+_ROOT = str(Path(__file__).resolve().parents[1])
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    descriptor = socket.getsockopt(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor
+
+
+def error_of(error: EngineError) -> BatonError:
+    """The engine's failure as an exception; a number outside the table becomes UNKNOWN_ERROR."""
+    return BatonError.from_number(error.code, error.message, stage=error.stage, metadata=error.metadata)
+
+
+class RequestStream:
+    """News of one request, in order: an asynchronous iterator of `RequestOutput` that ends after the last
+    one.
+
+    Holds at most `capacity` outputs that were not read yet. At that bound the request is aborted and the
+    reader gets OUTPUT_QUEUE_FULL after what it had; when the engine dies, ENGINE_DEAD. Errors of the request
+    itself are outputs.
+    """
+
+    def __init__(self, request_key: str, capacity: int = STREAM_CAPACITY) -> None:
+        self.request_key = request_key
+        self._capacity = capacity
+        self._outputs: deque[RequestOutput] = deque()
+        self._failure: BatonError | None = None
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Waits for the next output. Cancelling the wait loses nothing. One reader at a time."""
+        while not self._outputs:
+            if self._failure is not None:
+                raise self._failure
+            if self._ended:
+                raise StopAsyncIteration
+            if self._waiter is not None and not self._waiter.done():
+                raise RuntimeError(f"two readers of the stream of {self.request_key}")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.popleft()
+
+    def _put(self, output: RequestOutput) -> bool:
+        """False: the bound is reached, and the stream has failed because of it."""
+        if self._ended or self._failure is not None:
+            return True
+        if len(self._outputs) >= self._capacity and not output.last:
+            message = "the answer was not read as fast as it was generated; read it faster"
+            self._fail(BatonError(ErrorCode.OUTPUT_QUEUE_FULL, message))
+            return False
+        self._outputs.append(output)
+        self._ended = output.last
+        self._wake()
+        return True
+
+    def _fail(self, error: BatonError) -> None:
+        if not self._ended and self._failure is None:
+            self._failure = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """One engine process and everything that is open on it.
+
+    `on_step` is called with each step's message after its outputs went to their streams. `stats` are the
+    engine's latest. `dead` is set when the process has ended, for whatever reason, and `death` then says why;
+    every open stream fails with it. Nothing is restarted here: the front exits and its supervisor starts both
+    anew.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        self.config = config
+        self.rank = rank
+        self.ready: EngineReady | None = None
+        self.stats = EngineStats()
+        self.on_step: Callable[[StepMessage], None] | None = None
+        self.dead = asyncio.Event()
+        self.death: BatonError | None = None
+        self.heard_at = 0.0  # monotonic seconds of the engine's last message
+        self._streams: dict[str, RequestStream] = {}
+        self._pending = FrontMessage()
+        self._flush_handle: asyncio.Handle | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._folder: Path | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._to_engine: zmq.Socket[bytes] | None = None
+        self._from_engine: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hello: asyncio.Future[None] | None = None
+        self._started: asyncio.Future[EngineReady] | None = None
+        self._stopping = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineEnvelope)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._streams)
+
+    async def start(self, timeout_s: float) -> EngineReady:
+        """Starts the process and waits until it serves.
+
+        Raises the engine's own BatonError when it reports one, ENGINE_DEAD when it exits without a word or is
+        not ready in time. After a failure nothing is left running.
+        """
+        if self._process is not None:
+            raise RuntimeError("an EngineClient starts its engine once")
+        self._loop = loop = asyncio.get_running_loop()
+        self._hello = loop.create_future()
+        self._started = loop.create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._spawn()
+                await self._hello
+                self._remove_folder()
+                self.ready = await self._started
+        except TimeoutError:
+            await self._kill()
+            message = f"the engine was not ready within {timeout_s:g} s; see its log on stderr"
+            raise BatonError(ErrorCode.ENGINE_DEAD, message) from None
+        except BaseException:
+            await self._kill()
+            raise
+        return self.ready
+
+    def submit(self, request: AddRequest) -> RequestStream:
+        """Hands a request to the engine and returns its stream. Does not block.
+
+        Raises ENGINE_DEAD, or DUPLICATE_REQUEST for a key that is open.
+        """
+        if self.death is not None:
+            raise self.death
+        if self._to_engine is None or self._stopping:
+            raise BatonError(ErrorCode.ENGINE_DEAD, "the engine is not running")
+        if request.request_key in self._streams:
+            message = "a request with this key is open; use a new key per attempt"
+            raise BatonError(ErrorCode.DUPLICATE_REQUEST, message)
+        stream = RequestStream(request.request_key)
+        self._streams[request.request_key] = stream
+        self._pending.adds.append(request)
+        self._schedule_flush()
+        return stream
+
+    def abort(self, request_key: str, code: ErrorCode = ErrorCode.CANCELLED, source: str = "client") -> None:
+        """Ends a request in whatever state it is; its stream gets a last output with `code` unless it has
+        ended.
+
+        An unknown key is passed on too: KV that stays staged after the answer ends, a load that comes later
+        is refused.
+        """
+        if self._to_engine is None or self.death is not None:
+            return
+        self._pending.aborts.append(AbortRequest(request_key, int(code), source))
+        self._schedule_flush()
+
+    def flush_cache(self) -> None:
+        """Drops every prefix-cache block that no request uses."""
+        self._pending.flush_cache = True
+        self._schedule_flush()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends every open request with SERVER_DRAINING, and the process: by message, after `grace_s` by
+        SIGKILL.
+
+        May be called again, and before `start`.
+        """
+        self._stopping = True
+        if self._process is not None and not self.dead.is_set() and self._to_engine is not None:
+            self._pending.shutdown = True
+            self._flush()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self.dead.wait()
+        await self._kill()
+
+    # -- process ----------------------------------------------------------------------------------------
+
+    async def _spawn(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-engine-"))
+        inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("to-engine", "from-engine"))
+        self._context = zmq.Context(io_threads=1)
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._from_engine = self._context.socket(zmq.PULL)
+        for socket in (self._to_engine, self._from_engine):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+        self._to_engine.bind(inbox)
+        self._from_engine.bind(outbox)
+        assert self._loop is not None
+        self._loop.add_reader(_descriptor(self._from_engine), self._receive)
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
+        if self.config.threads:
+            environment["OMP_NUM_THREADS"] = str(self.config.threads)
+        # A session of its own: Ctrl-C in the terminal reaches the front alone, which ends the engine in
+        # order. Its stdout is the front's stderr, because the front's stdout carries the one line that says
+        # it is ready.
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "engine.process", "--inbox", inbox, "--outbox", outbox,
+            stdin=asyncio.subprocess.PIPE, stdout=2, stderr=None, env=environment, start_new_session=True,
+        )  # fmt: skip
+        self._watch = asyncio.create_task(self._watch_process(self._process), name="engine-watch")
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # it died at once; the watch says so
+            self._process.stdin.write(msgspec.structs.replace(self.config, rank=self.rank).to_json())
+            await self._process.stdin.drain()
+        self._process.stdin.close()
+        # The engine answers this message with its hello: then both sockets are connected.
+        self._flush(FrontMessage())
+
+    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        self._receive()  # its last words may still be in the socket
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        metadata = {"exit_status": str(status)}
+        self._die(BatonError(ErrorCode.ENGINE_DEAD, f"the engine process {how}", metadata=metadata))
+
+    async def _kill(self) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if self._watch is not None:
+            try:
+                async with asyncio.timeout(KILL_WAIT_S):
+                    await asyncio.shield(self._watch)
+            except TimeoutError:
+                self._watch.cancel()
+            self._watch = None
+        self._die(BatonError(ErrorCode.ENGINE_DEAD, "the engine was stopped"))
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        if self._from_engine is not None:
+            assert self._loop is not None
+            self._loop.remove_reader(_descriptor(self._from_engine))
+            self._from_engine.close(0)
+            self._from_engine = None
+        if self._to_engine is not None:
+            self._to_engine.close(0)
+            self._to_engine = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _die(self, cause: BatonError) -> None:
+        """Marks the engine dead. The first cause stays."""
+        if self.death is None:
+            self.death = cause
+        for future in (self._hello, self._started):
+            if future is not None and not future.done():
+                future.set_exception(self.death)
+                future.exception()  # retrieved: whoever waits gets it, nobody is told that nobody waited
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream._fail(self.death)
+        self.dead.set()
+
+    # -- messages ---------------------------------------------------------------------------------------
+
+    def _schedule_flush(self) -> None:
+        """Everything that comes up in one turn of the event loop travels as one message."""
+        if self._flush_handle is None and self._loop is not None:
+            self._flush_handle = self._loop.call_soon(self._flush)
+
+    def _flush(self, message: FrontMessage | None = None) -> None:
+        self._flush_handle = None
+        if message is None:
+            message, self._pending = self._pending, FrontMessage()
+        if self._to_engine is not None:
+            self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        # The descriptor signals edges: after one, everything must be read before it signals again.
+        while self._from_engine is not None:
+            try:
+                frame = self._from_engine.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.heard_at = time.monotonic()
+            self._take(self._decoder.decode(frame))
+
+    def _take(self, envelope: EngineEnvelope) -> None:
+        if envelope.step is not None:
+            self._take_step(envelope.step)
+        elif envelope.hello is not None:
+            if envelope.hello.protocol_version != PROTOCOL_VERSION:
+                message = "front and engine are of different versions; install one version"
+                self._die(BatonError(ErrorCode.INCOMPATIBLE_PEER, message))
+            elif self._hello is not None and not self._hello.done():
+                self._hello.set_result(None)
+        elif envelope.ready is not None:
+            if self._started is not None and not self._started.done():
+                self._started.set_result(envelope.ready)
+        elif envelope.failed is not None and self.death is None:
+            # The process is about to exit; the watch then ends the streams with this cause.
+            self.death = error_of(envelope.failed.error)
+
+    def _take_step(self, step: StepMessage) -> None:
+        if step.stats is not None:
+            self.stats = step.stats
+        streams = self._streams
+        for output in step.outputs:
+            stream = streams.get(output.request_key)
+            if stream is None:
+                continue
+            if output.last:
+                del streams[output.request_key]
+            if not stream._put(output):
+                self.abort(output.request_key, ErrorCode.OUTPUT_QUEUE_FULL, "error")
+        if self.on_step is not None:
+            self.on_step(step)

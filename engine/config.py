@@ -1,0 +1,130 @@
+"""What a front tells its engine process at start: one JSON document with named fields.
+
+Torch-free, so that fronts may build it. A missing field takes its default; an unknown field or a wrong type
+is an error. Ranges are checked by `EngineConfig.check`, whose messages name the flag of the server's command
+line.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rpc.errors import BatonError, ErrorCode
+
+ROLES = ("prefill", "decode")
+CHECKSUMS = ("off", "sample", "all")
+LOAD_FAILURE_POLICIES = ("retry", "recompute", "fail")
+
+
+class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Settings of one engine process. Durations carry their unit in the name; a limit of 0 or below means
+    none."""
+
+    role: str  # prefill or decode
+    model: str  # Hugging Face folder
+    served_model_name: str = ""  # label `model_name` of the engine's metrics; the folder's name when empty
+    rank: int = 0
+    dtype: str = "auto"
+    load_format: str = "auto"
+    attention_backend: str = "auto"
+    threads: int = 0  # intra-op threads of torch; 0 leaves torch's own choice
+
+    block_size: int = 16  # tokens per KV block
+    num_kv_blocks: int = 0  # usable blocks; 0: from kv_cache_memory_bytes
+    kv_cache_memory_bytes: int = 0  # 0: a share of the free memory
+    max_model_len: int = 0  # prompt and generated tokens; 0: the model's own limit
+    max_num_seqs: int = 64  # requests computed in one step
+    max_num_batched_tokens: int = 2048  # tokens computed in one step
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    allow_local_prefill: bool = True  # a decode server may compute prompts itself
+    enable_cuda_graph: bool = False
+    enable_prefill_cuda_graph: bool = False
+
+    host: str = "127.0.0.1"  # bind address of the cache-store agent
+    cache_store_port: int = 0  # 0: any free port
+    kv_lease_seconds: float = 30.0
+    kv_checksum: str = "all"
+    kv_load_failure_policy: str = "retry"
+    kv_bulk_channels: int = 4
+    cache_store_threads: int = 0  # 0: min(32, cores)
+    cache_store_queue_size: int = 1000
+    cache_store_chunk_bytes: int = 1 << 20
+    cache_store_connect_timeout_ms: int = 1000
+    cache_store_connect_retry_times: int = 0
+    cache_store_publish_timeout_ms: int = 100_000
+    load_cache_timeout_ms: int = 5000  # longest time without a new block once the prefill runs
+    prefill_max_wait_timeout_ms: int = 600_000  # longest time in the queue before the first step
+    decode_retry_times: int = 100  # further attempts to reserve blocks
+    decode_retry_timeout_ms: int = 100  # time for all of them
+    decode_retry_interval_ms: int = 1
+
+    log_level: str = "info"
+    log_format: str = "json"
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> EngineConfig:
+        """Raises INVALID_PARAMS for anything but a configuration of this version."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise BatonError(ErrorCode.INVALID_PARAMS, f"engine configuration: {error}") from error
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    def check(self) -> None:
+        """Raises INVALID_PARAMS for the first value out of its range."""
+        _one_of("--role", self.role, ROLES)
+        _one_of("--kv-checksum", self.kv_checksum, CHECKSUMS)
+        _one_of("--kv-load-failure-policy", self.kv_load_failure_policy, LOAD_FAILURE_POLICIES)
+        _in_range("--block-size", self.block_size, 1, 1024)
+        _in_range("--num-kv-blocks", self.num_kv_blocks, 0, 1 << 31)
+        _in_range("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 0, 1 << 62)
+        _in_range("--max-model-len", self.max_model_len, 0, 1 << 31)
+        _in_range("--max-num-seqs", self.max_num_seqs, 1, 65536)
+        _in_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 24)
+        _in_range("--threads", self.threads, 0, 4096)
+        _in_range("--kv-lease-seconds", self.kv_lease_seconds, 0.05, 86400)
+        _in_range("--kv-bulk-channels", self.kv_bulk_channels, 1, 64)
+        _in_range("--cache-store-threads", self.cache_store_threads, 0, 256)
+        _in_range("--cache-store-queue-size", self.cache_store_queue_size, 1, 1_000_000)
+        _in_range("--cache-store-chunk-bytes", self.cache_store_chunk_bytes, 64 << 10, 1 << 20)
+        _in_range("--cache-store-connect-timeout-ms", self.cache_store_connect_timeout_ms, 10, 60_000)
+        _in_range("--cache-store-connect-retry-times", self.cache_store_connect_retry_times, 0, 100)
+        _in_range("--cache-store-publish-timeout-ms", self.cache_store_publish_timeout_ms, 100, 3_600_000)
+        _in_range("--load-cache-timeout-ms", self.load_cache_timeout_ms, 100, 3_600_000)
+        _in_range("--prefill-max-wait-timeout-ms", self.prefill_max_wait_timeout_ms, 1, 86_400_000)
+        _in_range("--decode-retry-times", self.decode_retry_times, 0, 10_000)
+        _in_range("--decode-retry-timeout-ms", self.decode_retry_timeout_ms, 0, 60_000)
+        _in_range("--decode-retry-interval-ms", self.decode_retry_interval_ms, 1, 1000)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs "
+                f"{self.max_num_seqs}: every running request computes a token in each step",
+            )
+
+    def check_lengths(self, max_model_len: int) -> None:
+        """Raises INVALID_PARAMS when a prompt of the model's length could never be computed."""
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least the model length "
+                f"{max_model_len} without chunked prefill; raise it, lower --max-model-len, or enable chunks",
+            )
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        message = f"{flag} is {value!r}; it must be one of {', '.join(allowed)}"
+        raise BatonError(ErrorCode.INVALID_PARAMS, message)
+
+
+def _in_range(flag: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise BatonError(ErrorCode.INVALID_PARAMS, f"{flag} is {value}; it must be in {low} to {high}")
