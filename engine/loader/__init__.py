@@ -1,0 +1,1 @@
+"""Reading model folders: checkpoints, fused weights, fingerprint."""

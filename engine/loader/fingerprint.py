@@ -1,0 +1,65 @@
+"""A name for a model's contents, by which servers recognise that they hold the same one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from engine.loader.checkpoint import checkpoint_files
+from engine.loader.errors import ModelLoadError
+from engine.models.config import read_json
+
+# What save_pretrained writes about itself says nothing about the model
+_NOISE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
+_SAMPLES = 8  # places looked at per tensor
+_SAMPLE_BYTES = 64  # bytes read at each place
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Header of a safetensors file and the offset at which its data begins."""
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= file.stat().st_size - 8:
+            raise ModelLoadError(f"{file}: not a safetensors file (header of {length} bytes)")
+        try:
+            header = json.loads(stream.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelLoadError(f"{file}: safetensors header is not JSON: {error}") from error
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _hash_samples(digest: xxhash.xxh3_128, stream: Any, begin: int, size: int) -> None:
+    span = min(size, _SAMPLE_BYTES)
+    for i in range(_SAMPLES if size > _SAMPLE_BYTES else 1):
+        stream.seek(begin + (size - span) * i // max(1, _SAMPLES - 1))
+        digest.update(stream.read(span))
+
+
+def model_fingerprint(folder: Path, load_format: str = "auto") -> str:
+    """32 hex digits (XXH3-128) over configuration, tensor names, dtypes and shapes, and sampled bytes of each tensor.
+
+    The same tensors give the same value however they are spread over files. Two checkpoints that differ in single
+    values only may share a fingerprint; a retrained or requantized model does not.
+    """
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+    if load_format == "dummy":
+        digest.update(b"dummy")
+        return digest.hexdigest()
+    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for file in checkpoint_files(folder):
+        header, data_begin = _read_header(file)
+        entries.update({name: (file, data_begin, entry) for name, entry in header.items()})
+    for name in sorted(entries):
+        file, data_begin, entry = entries[name]
+        first, last = entry["data_offsets"]
+        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+        with file.open("rb") as stream:
+            _hash_samples(digest, stream, data_begin + first, last - first)
+    return digest.hexdigest()

@@ -1,0 +1,102 @@
+"""Llama, and the families that differ from it by configuration alone: Mistral (sliding window), Qwen2 (qkv bias)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from engine.layers.rotary import Rotary
+from engine.loader.fused import WeightLoader
+from engine.models.config import ModelConfig
+from engine.models.step import ForwardStep
+
+
+class LlamaAttention:
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int) -> None:
+        self.layer = layer
+        self.window = config.windows[layer]
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_heads
+        self.num_rotated = config.num_heads + config.num_kv_heads
+        self.num_all = config.num_heads + 2 * config.num_kv_heads
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = load.linear(
+            [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
+            config.hidden_size,
+            [q_size, kv_size, kv_size],
+            config.qkv_bias,
+        )
+        self.o = load.linear([f"{prefix}.o_proj"], q_size, [config.hidden_size], config.o_bias)
+
+    def prepare(self, qkv: torch.Tensor) -> None:
+        """What a family does in place to queries and keys before they are rotated; qkv: [tokens, all heads, dim]."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: ForwardStep) -> torch.Tensor:
+        qkv = self.qkv(x).view(-1, self.num_all, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        self.prepare(qkv)
+        rotary.apply_(qkv[:, : self.num_rotated], step.cos, step.sin)
+        q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
+        pool = step.pools[self.layer]
+        step.backend.write(step.plan, pool, kv)
+        if step.on_layer is not None:
+            step.on_layer(self.layer)
+        attended = step.backend.attend(step.plan, pool, q, kv, self.window)  # [tokens, heads * head_dim]
+        return self.o.add(residual, attended)
+
+
+class LlamaMlp:
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = load.linear(
+            [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], config.mlp_bias
+        )
+        self.down = load.linear([f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [tokens, inner] each
+        return self.down.add(residual, F.silu(gate).mul_(up))
+
+
+class LlamaLayer:
+    attention_class = LlamaAttention
+
+    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int) -> None:
+        self.attention_norm = load.norm(f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
+        self.attention = self.attention_class(config, load, f"{prefix}.self_attn", layer)
+        self.mlp_norm = load.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.mlp = LlamaMlp(config, load, f"{prefix}.mlp")
+
+    def __call__(self, x: torch.Tensor, rotary: Rotary, step: ForwardStep) -> torch.Tensor:
+        x = self.attention(self.attention_norm(x), x, rotary, step)
+        return self.mlp(self.mlp_norm(x), x)
+
+
+class LlamaModel:
+    """Embedding, layers, final norm and output head."""
+
+    layer_class = LlamaLayer
+
+    def __init__(self, config: ModelConfig, load: WeightLoader) -> None:
+        self.config = config
+        self.rotary = Rotary(config.rope, config.head_dim, load.dtype)
+        self.embedding = load.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [
+            self.layer_class(config, load, f"model.layers.{layer}", layer) for layer in range(config.num_layers)
+        ]
+        self.norm = load.norm("model.norm", config.hidden_size, config.norm_eps)
+        self.head = load.head(self.embedding if config.tie_embeddings else None, config)
+
+    def forward(self, token_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """token_ids: [tokens] -> hidden states before the final norm [tokens, hidden]."""
+        x = F.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            x = layer(x, self.rotary, step)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [n, hidden], rows of `forward`'s result -> float32 logits [n, vocab]."""
+        return self.head(self.norm(hidden)).float()

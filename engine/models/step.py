@@ -1,0 +1,23 @@
+"""What a forward pass knows of its step besides the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.backend import AttentionBackend
+
+
+@dataclass(slots=True)
+class ForwardStep:
+    """One step's attention: the backend, its plan, and the KV pool of every layer."""
+
+    backend: AttentionBackend
+    plan: Any  # of the backend, for this step's rows
+    pools: Sequence[torch.Tensor]  # per layer [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    cos: torch.Tensor  # [tokens, 1, head_dim]
+    sin: torch.Tensor
+    on_layer: Callable[[int], None] | None  # called when the layer's KV of all tokens is in its pool

@@ -1,0 +1,47 @@
+"""What one engine step computes, and what came out of it. Plain data: importing this module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.messages import PromptLogprob, TokenLogprob
+
+if TYPE_CHECKING:
+    from engine.sampling.row import SamplingRow
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """One request's share of a step."""
+
+    request_key: str
+    token_ids: list[int]  # tokens to compute: one for decode, a chunk for prefill
+    start: int  # position of token_ids[0]; the KV of [0, start) is in the pool
+    block_table: list[int]  # physical block ids, covering start + len(token_ids) tokens
+    sample: bool  # a token is sampled from the logits of the last one
+    sampling: SamplingRow | None = None  # set if and only if `sample`
+    prompt_logprobs_from: int = -1  # >= 0: log-probabilities of the prompt's tokens from that position on are wanted
+    prompt_next_ids: Sequence[int] = ()  # the prompt token after each computed position; at the prompt's end one less
+    num_prompt_logprobs: int = 0  # most likely alternatives to report with each
+
+
+@dataclass(slots=True)
+class StepBatch:
+    rows: list[BatchRow]  # decode rows first, then prefill rows; results keep the order
+
+
+@dataclass(slots=True)
+class RowResult:
+    token_id: int | None = None  # the sampled token
+    logprob: TokenLogprob | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    rows: list[RowResult]  # one per row of the batch
+    forward_seconds: float  # until the logits were there
+    sample_seconds: float

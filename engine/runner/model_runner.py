@@ -1,0 +1,142 @@
+"""One rank's model, its KV pool, and the step that runs a batch through them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.attention.selection import select_backend
+from engine.loader.fingerprint import model_fingerprint
+from engine.messages import KvGroupInfo
+from engine.models.config import load_config, resolve_dtype
+from engine.models.families import load_model
+from engine.models.step import ForwardStep
+from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
+from engine.runner.inputs import StepInputs, build_inputs, check_batch
+from engine.sampling import prompt_logprobs, sample
+
+FULL_GROUP = "full"  # tag of the one cache group of today's models
+_PROMPT_LOGPROB_ROWS = 64  # logits made at a time for prompt log-probabilities, to bound their memory
+
+
+class ModelRunner:
+    """Loads a model folder and runs steps. Not thread-safe; one per engine process.
+
+    Raises ModelLoadError (a ValueError) from the constructor when the folder cannot be served.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dtype: str,
+        block_size: int,
+        max_model_len: int | None = None,
+        load_format: str = "auto",
+        attention_backend: str = "auto",
+    ) -> None:
+        """dtype: auto, float32 or bfloat16. block_size: tokens per KV block. load_format: auto, safetensors, dummy."""
+        folder = Path(model_folder)
+        self.device = torch.device("cpu")
+        self.config = load_config(folder, max_model_len)
+        self.dtype_name = resolve_dtype(dtype, self.config)
+        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
+        self.block_size = block_size
+        self.backend = select_backend(attention_backend, self.config, block_size)
+        self.model_fingerprint = model_fingerprint(folder, load_format)
+        with torch.inference_mode():
+            self.model = load_model(folder, self.config, self.dtype, load_format)
+        self.groups = [
+            KvGroupInfo(
+                tag=FULL_GROUP,
+                num_layers=self.config.num_layers,
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+                block_size=block_size,
+                dtype=self.dtype_name,
+            )
+        ]
+        self.kv_layers: dict[str, list[torch.Tensor]] = {FULL_GROUP: []}
+        self.num_blocks = 0
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the backend in use."""
+        return self.backend.name
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one block over all layers of all groups."""
+        return sum(
+            group.num_layers * 2 * group.num_kv_heads * group.block_size * group.head_dim * self.dtype.itemsize
+            for group in self.groups
+        )
+
+    def init_kv(self, num_blocks: int) -> None:
+        """Allocate the pool, zeroed: per layer [num_blocks, 2, num_kv_heads, block_size, head_dim].
+
+        Block 0 is reserved: padding may point to it, a request never does.
+        """
+        if num_blocks < 2:
+            raise ValueError(f"a KV pool needs at least 2 blocks, one of them reserved; got {num_blocks}")
+        config = self.config
+        shape = (num_blocks, 2, config.num_kv_heads, self.block_size, config.head_dim)
+        self.kv_layers[FULL_GROUP] = [
+            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)
+        ]
+        self.num_blocks = num_blocks
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult:
+        """Compute the batch's tokens, write their KV and sample where asked.
+
+        on_layer(group tag, layer) is called as soon as that layer's KV of all rows is in the pool.
+        Raises ValueError for a batch that points outside its blocks; the pool is then untouched.
+        """
+        begin = time.perf_counter()
+        inputs = build_inputs(batch, self.device)
+        hidden = self.forward(batch, inputs, on_layer)
+        logits = None
+        if inputs.sampled_rows:
+            last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+            logits = self.model.logits(last)
+        forwarded = time.perf_counter()
+        results = [RowResult() for _ in batch.rows]
+        if logits is not None:
+            tokens = sample(logits, [batch.rows[index].sampling for index in inputs.sampled_rows])
+            for index, token in zip(inputs.sampled_rows, tokens, strict=True):
+                results[index].token_id = token.token_id
+                results[index].logprob = token.logprob
+                results[index].top_logprobs = token.top_logprobs
+        for row, result, first in zip(batch.rows, results, inputs.first_token, strict=True):
+            if row.prompt_logprobs_from >= 0:
+                result.prompt_logprobs = self._prompt_logprobs(row, hidden[first : first + len(row.token_ids)])
+        return StepResult(results, forwarded - begin, time.perf_counter() - forwarded)
+
+    def forward(
+        self, batch: StepBatch, inputs: StepInputs, on_layer: Callable[[str, int], None] | None = None
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of the batch, before the final norm; KV is written on the way."""
+        check_batch(batch, self.block_size, self.num_blocks)
+        cos, sin = self.model.rotary.angles(inputs.positions)
+        step = ForwardStep(
+            backend=self.backend,
+            plan=self.backend.plan(inputs.rows, self.device),
+            pools=self.kv_layers[FULL_GROUP],
+            cos=cos,
+            sin=sin,
+            on_layer=None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer),
+        )
+        return self.model.forward(inputs.token_ids, step)
+
+    def _prompt_logprobs(self, row: BatchRow, hidden: torch.Tensor) -> list:
+        """Log-probabilities of the prompt tokens that follow this row's positions. hidden: [tokens of the row, hidden]."""
+        next_ids = list(row.prompt_next_ids[: len(row.token_ids)])
+        skip = max(0, row.prompt_logprobs_from - (row.start + 1))
+        found = []
+        for begin in range(skip, len(next_ids), _PROMPT_LOGPROB_ROWS):
+            end = min(begin + _PROMPT_LOGPROB_ROWS, len(next_ids))
+            logits = self.model.logits(hidden[begin:end])
+            found += prompt_logprobs(logits, next_ids[begin:end], row.start + 1 + begin, row.num_prompt_logprobs)
+        return found
