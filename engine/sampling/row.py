@@ -1,0 +1,46 @@
+"""What the sampler is told about one row of logits, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.messages import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """Everything besides the logits that the next token of one request depends on."""
+
+    params: SamplingParams
+    token_index: int  # position of the token to draw among the generated tokens; counts from 0
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]  # generated so far; read for penalties only
+    eos_token_ids: Sequence[int]
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature <= 0.0
+
+    @property
+    def masks_stop_tokens(self) -> bool:
+        return self.token_index < self.params.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether bias, mask or penalties apply to this row."""
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+            or self.masks_stop_tokens
+            or bool(params.logit_bias)
+        )
+
+
+@dataclass(slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None  # set when the row asked for log-probabilities
+    top_logprobs: tuple[TokenLogprob, ...]  # most likely first; ties in id order

@@ -1,0 +1,74 @@
+"""Choice of the next token of every row: a pure function of (logits, seed, token index) and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.sampling.distribution import draw
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.philox import uniforms
+from engine.sampling.processors import apply_processors
+from engine.sampling.row import SampledToken, SamplingRow
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Chooses one token per row.
+
+    logits: [rows, vocab], not changed; float32, or a narrower type that is widened. rows: one per row of
+    logits. Order: logit bias, min-tokens mask, penalties, then for greedy rows (temperature 0) the largest
+    logit, lowest id on ties, and for the others temperature, min-p, top-k, top-p and one draw.
+    Log-probabilities are those of the raw logits. A row's result depends only on its own logits and its
+    SamplingRow: neither on the batch around it nor on any global random state, which is neither read nor
+    advanced.
+
+    The arithmetic runs on the host in one thread: for a few rows of vocabulary it takes less than waking
+    other threads does, and the result does not depend on their number. Logits on another device are copied.
+
+    Raises ValueError when the numbers of rows differ.
+    """
+    if len(rows) != logits.shape[0]:
+        raise ValueError(f"sample: {logits.shape[0]} rows of logits, but {len(rows)} rows of parameters")
+    if not rows:
+        return []
+    raw: NDArray[np.float32] = logits.detach().to("cpu", torch.float32).contiguous().numpy()
+    processed = raw
+    if any(row.changes_logits for row in rows):
+        processed = raw.copy()
+        apply_processors(processed, rows)
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinite logits concern their own row only
+        token_ids = _choose(processed, rows)
+        return _with_logprobs(raw, rows, token_ids)
+
+
+def _choose(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[int]:
+    drawn = [i for i, row in enumerate(rows) if not row.greedy]
+    if not drawn:
+        return [int(token) for token in logits.argmax(axis=1)]  # the first of equal maxima
+    params = [rows[i].params for i in drawn]
+    numbers = uniforms([p.seed for p in params], [rows[i].token_index for i in drawn])
+    if len(drawn) == len(rows):
+        return [int(token) for token in draw(logits, params, numbers)]
+    token_ids = np.empty(len(rows), dtype=np.int64)
+    greedy = [i for i, row in enumerate(rows) if row.greedy]
+    token_ids[greedy] = logits[greedy].argmax(axis=1)
+    token_ids[drawn] = draw(logits[drawn], params, numbers)
+    return [int(token) for token in token_ids]
+
+
+def _with_logprobs(
+    raw: NDArray[np.float32], rows: Sequence[SamplingRow], token_ids: Sequence[int]
+) -> list[SampledToken]:
+    results = [SampledToken(token_id, None, ()) for token_id in token_ids]
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
+    if asking:
+        logits = raw if len(asking) == len(rows) else raw[asking]
+        found = token_logprobs(
+            logits, [token_ids[i] for i in asking], [rows[i].params.logprobs for i in asking]
+        )
+        for i, (own, top) in zip(asking, found, strict=True):
+            results[i].logprob, results[i].top_logprobs = own, top
+    return results
