@@ -23,7 +23,7 @@ class Capabilities:
 
 @dataclass(slots=True)
 class AttentionRows:
-    """The rows of one step, as attention sees them: row i computes tokens [starts[i], starts[i] + lengths[i])."""
+    """The rows of one step: row i computes tokens [starts[i], starts[i] + lengths[i])."""
 
     starts: list[int]  # tokens of the row that are in the pool already
     lengths: list[int]  # tokens computed in this step; decode rows (length 1) come first
@@ -34,8 +34,8 @@ class AttentionRows:
 class AttentionBackend(ABC):
     """Writes keys and values into the paged pool and attends over it.
 
-    One instance serves all layers of a model. Per step: `plan` once, then for each layer `write` and `attend`.
-    The pool of a layer is [num_blocks, 2, num_kv_heads, block_size, head_dim]; index 1 is key, value.
+    One instance serves all layers of a model. Per step: `plan` once, then for each layer `write`, `attend`.
+    The pool of a layer is [num_blocks, 2, num_kv_heads, block_size, head_dim]; the 2 is key, value.
     """
 
     name: str
@@ -47,7 +47,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def write(self, plan: Any, pool: torch.Tensor, kv: torch.Tensor) -> None:
-        """Store kv [tokens, 2 * num_kv_heads, head_dim] (all key heads, then all value heads) of the step's tokens."""
+        """Store the step's kv [tokens, 2 * num_kv_heads, head_dim]: all key heads, then all value heads."""
 
     @abstractmethod
     def attend(
@@ -55,6 +55,6 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Causal attention of q [tokens, num_heads, head_dim] over the pool, after `write` of the same layer.
 
-        kv is what `write` was given, for use where a row has no earlier tokens. With a window, a token sees itself and
-        the window - 1 tokens before it. Returns [tokens, num_heads * head_dim].
+        kv is what `write` was given, for use where a row has no earlier tokens. With a window, a token sees
+        itself and the window - 1 tokens before it. Returns [tokens, num_heads * head_dim].
         """

@@ -26,7 +26,8 @@ def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """YaRN (Peng et al., 2023), section 3.2: a ramp over dimensions from kept to interpolated frequencies."""
 
     def dimension_of(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        wavelength = rope.original_max_positions / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
@@ -50,7 +51,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cosines and sines are multiplied by; 1 but for YaRN (its section 3.4, and the mscale pair of DeepSeek)."""
+    """Factor of cosines and sines; 1 but for YaRN (section 3.4; the mscale pair is DeepSeek's)."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:

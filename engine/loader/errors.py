@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ModelLoadError(ValueError):
-    """The model folder cannot be served. The message names the file, the key or tensor, and what was expected."""
+    """The model folder cannot be served. The message names file, key or tensor, and what was expected."""

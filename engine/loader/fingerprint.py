@@ -42,10 +42,10 @@ def _hash_samples(digest: xxhash.xxh3_128, stream: Any, begin: int, size: int) -
 
 
 def model_fingerprint(folder: Path, load_format: str = "auto") -> str:
-    """32 hex digits (XXH3-128) over configuration, tensor names, dtypes and shapes, and sampled bytes of each tensor.
+    """32 hex digits (XXH3-128) over configuration, tensor names, dtypes, shapes, and sampled bytes of each.
 
-    The same tensors give the same value however they are spread over files. Two checkpoints that differ in single
-    values only may share a fingerprint; a retrained or requantized model does not.
+    The same tensors give the same value however they are spread over files. Two checkpoints that differ in
+    single values only may share a fingerprint; a retrained or requantized model does not.
     """
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Weights fused while loading, here and nowhere else: several projections of the same input become one matrix."""
+"""Weights fused while loading, here and nowhere else: projections of one input become one matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class WeightLoader:
         self.source.read_into(name, out)
         return out
 
-    def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool) -> Linear:
+    def linear(
+        self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool
+    ) -> Linear:
         """One Linear whose rows are those of the named projections, in order.
 
         names: checkpoint prefixes; out_features: rows of each; bias: whether each has one.

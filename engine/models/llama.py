@@ -1,4 +1,4 @@
-"""Llama, and the families that differ from it by configuration alone: Mistral (sliding window), Qwen2 (qkv bias)."""
+"""Llama, and the families that differ from it by configuration alone: Mistral and Qwen2."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class LlamaAttention:
         self.o = load.linear([f"{prefix}.o_proj"], q_size, [config.hidden_size], config.o_bias)
 
     def prepare(self, qkv: torch.Tensor) -> None:
-        """What a family does in place to queries and keys before they are rotated; qkv: [tokens, all heads, dim]."""
+        """What a family does in place to queries and keys before rotation; qkv: [tokens, all heads, dim]."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: ForwardStep) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: ForwardStep
+    ) -> torch.Tensor:
         qkv = self.qkv(x).view(-1, self.num_all, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         self.prepare(qkv)
         rotary.apply_(qkv[:, : self.num_rotated], step.cos, step.sin)
@@ -85,7 +87,8 @@ class LlamaModel:
         self.rotary = Rotary(config.rope, config.head_dim, load.dtype)
         self.embedding = load.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [
-            self.layer_class(config, load, f"model.layers.{layer}", layer) for layer in range(config.num_layers)
+            self.layer_class(config, load, f"model.layers.{layer}", layer)
+            for layer in range(config.num_layers)
         ]
         self.norm = load.norm("model.norm", config.hidden_size, config.norm_eps)
         self.head = load.head(self.embedding if config.tie_embeddings else None, config)

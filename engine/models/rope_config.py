@@ -13,7 +13,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Parameters of one rotary embedding; which of them are used depends on `kind` (see engine/layers/rotary.py)."""
+    """Parameters of one rotary embedding; `kind` decides which are used (engine/layers/rotary.py)."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -57,12 +57,16 @@ def parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
-        raise ModelLoadError(f"config.json: rope_parameters / rope_scaling must be an object, not {scaling!r}")
+        raise ModelLoadError(
+            f"config.json: rope_parameters / rope_scaling must be an object, not {scaling!r}"
+        )
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelLoadError("config.json: RoPE parameters that differ per layer type are not supported")
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in KINDS:
-        raise ModelLoadError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
+        raise ModelLoadError(
+            f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}"
+        )
     for holder in (scaling, config):
         if _number(holder, "partial_rotary_factor", 1.0) != 1.0:
             raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")

@@ -1,1 +1,1 @@
-"""Batches, their inputs on the device, and the step that runs them. Importing the package imports no torch."""
+"""Batches, their inputs on the device, and the step that runs them. The package itself imports no torch."""

@@ -1,4 +1,4 @@
-"""What one engine step computes, and what came out of it. Plain data: importing this module imports no torch."""
+"""What one engine step computes, and what came out of it: plain data, importable without torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class BatchRow:
     block_table: list[int]  # physical block ids, covering start + len(token_ids) tokens
     sample: bool  # a token is sampled from the logits of the last one
     sampling: SamplingRow | None = None  # set if and only if `sample`
-    prompt_logprobs_from: int = -1  # >= 0: log-probabilities of the prompt's tokens from that position on are wanted
-    prompt_next_ids: Sequence[int] = ()  # the prompt token after each computed position; at the prompt's end one less
+    prompt_logprobs_from: int = -1  # >= 0: log-probabilities of the prompt from that position on are wanted
+    prompt_next_ids: Sequence[int] = ()  # prompt token after each computed position; may lack the last one
     num_prompt_logprobs: int = 0  # most likely alternatives to report with each
 
 

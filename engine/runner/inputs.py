@@ -17,7 +17,9 @@ class StepInputs:
     rows: AttentionRows
     first_token: list[int]  # per row: index of its first token among `token_ids`
     sampled_rows: list[int]  # rows that sample
-    sampled_tokens: torch.Tensor | None  # [sampled rows] index of their last token; None: every token, in order
+    sampled_tokens: (
+        torch.Tensor | None
+    )  # [sampled rows] index of their last token; None: all tokens, in order
 
 
 def check_batch(batch: StepBatch, block_size: int, num_blocks: int) -> None:
@@ -28,8 +30,8 @@ def check_batch(batch: StepBatch, block_size: int, num_blocks: int) -> None:
             raise ValueError(f"row {row.request_key!r}: no tokens, or a negative start ({row.start})")
         if len(row.block_table) < needed:
             raise ValueError(
-                f"row {row.request_key!r}: {len(row.block_table)} blocks for {row.start + len(row.token_ids)} tokens, "
-                f"needs {needed}"
+                f"row {row.request_key!r}: {row.start + len(row.token_ids)} tokens need {needed} blocks, "
+                f"has {len(row.block_table)}"
             )
         used = row.block_table[:needed]
         if min(used) < 1 or max(used) >= num_blocks:

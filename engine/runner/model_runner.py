@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.selection import select_backend
 from engine.loader.fingerprint import model_fingerprint
-from engine.messages import KvGroupInfo
+from engine.messages import KvGroupInfo, PromptLogprob
 from engine.models.config import load_config, resolve_dtype
 from engine.models.families import load_model
 from engine.models.step import ForwardStep
@@ -37,7 +37,7 @@ class ModelRunner:
         load_format: str = "auto",
         attention_backend: str = "auto",
     ) -> None:
-        """dtype: auto, float32 or bfloat16. block_size: tokens per KV block. load_format: auto, safetensors, dummy."""
+        """dtype: auto, float32, bfloat16. block_size: tokens. load_format: auto, safetensors, dummy."""
         folder = Path(model_folder)
         self.device = torch.device("cpu")
         self.config = load_config(folder, max_model_len)
@@ -68,10 +68,8 @@ class ModelRunner:
 
     def kv_bytes_per_block(self) -> int:
         """Bytes of one block over all layers of all groups."""
-        return sum(
-            group.num_layers * 2 * group.num_kv_heads * group.block_size * group.head_dim * self.dtype.itemsize
-            for group in self.groups
-        )
+        elements = sum(g.num_layers * 2 * g.num_kv_heads * g.block_size * g.head_dim for g in self.groups)
+        return elements * self.dtype.itemsize
 
     def init_kv(self, num_blocks: int) -> None:
         """Allocate the pool, zeroed: per layer [num_blocks, 2, num_kv_heads, block_size, head_dim].
@@ -111,7 +109,8 @@ class ModelRunner:
                 results[index].top_logprobs = token.top_logprobs
         for row, result, first in zip(batch.rows, results, inputs.first_token, strict=True):
             if row.prompt_logprobs_from >= 0:
-                result.prompt_logprobs = self._prompt_logprobs(row, hidden[first : first + len(row.token_ids)])
+                own = hidden[first : first + len(row.token_ids)]
+                result.prompt_logprobs = self._prompt_logprobs(row, own)
         return StepResult(results, forwarded - begin, time.perf_counter() - forwarded)
 
     def forward(
@@ -130,13 +129,15 @@ class ModelRunner:
         )
         return self.model.forward(inputs.token_ids, step)
 
-    def _prompt_logprobs(self, row: BatchRow, hidden: torch.Tensor) -> list:
-        """Log-probabilities of the prompt tokens that follow this row's positions. hidden: [tokens of the row, hidden]."""
+    def _prompt_logprobs(self, row: BatchRow, hidden: torch.Tensor) -> list[PromptLogprob]:
+        """Log-probabilities of the prompt tokens after this row's. hidden: [tokens of the row, hidden]."""
         next_ids = list(row.prompt_next_ids[: len(row.token_ids)])
         skip = max(0, row.prompt_logprobs_from - (row.start + 1))
-        found = []
+        found: list[PromptLogprob] = []
         for begin in range(skip, len(next_ids), _PROMPT_LOGPROB_ROWS):
             end = min(begin + _PROMPT_LOGPROB_ROWS, len(next_ids))
             logits = self.model.logits(hidden[begin:end])
-            found += prompt_logprobs(logits, next_ids[begin:end], row.start + 1 + begin, row.num_prompt_logprobs)
+            found += prompt_logprobs(
+                logits, next_ids[begin:end], row.start + 1 + begin, row.num_prompt_logprobs
+            )
         return found

@@ -1,7 +1,7 @@
 """Tiny random models of every family, as Hugging Face folders that can be served.
 
-Made from transformers configurations with fixed seeds and cached below the system's temporary folder, so that the
-test modules of one machine share them. Set BATON_TINY_MODELS to keep them elsewhere.
+Made from transformers configurations with fixed seeds and cached below the system's temporary folder, so that
+the test modules of one machine share them. Set BATON_TINY_MODELS to keep them elsewhere.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ _CORPUS = [
     "Grüße aus Köln, 你好，世界, привет, emoji 🙂 and accents: àéîõü.",
 ]
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
 )
 _SEED = 20240611
@@ -92,7 +93,8 @@ def tiny_model(name: str) -> Path:
     class_name, arguments = TINY_MODELS[name]
     recipe = json.dumps([class_name, _COMMON | arguments, _SEED, transformers.__version__], sort_keys=True)
     key = hashlib.sha256((recipe + Path(__file__).read_text()).encode()).hexdigest()[:12]
-    root = Path(os.environ.get("BATON_TINY_MODELS", Path(tempfile.gettempdir()) / f"baton-tiny-models-{os.getuid()}"))
+    default = Path(tempfile.gettempdir()) / f"baton-tiny-models-{os.getuid()}"
+    root = Path(os.environ.get("BATON_TINY_MODELS", default))
     folder = root / f"{name}-{key}"
     if folder.exists():
         return folder
