@@ -1,1 +1,5 @@
-"""KV transfer between servers: leases, ledger, layout, transfer service and client."""
+"""Cache store: staged KV blocks of an engine rank, leased to decode servers and pulled by them layer by layer.
+
+`agent.CacheStoreAgent` is what an engine uses. `docs/protocol.md` describes the states; the pure machines are in
+`lease.py`, `parking.py` and `load.py`. Nothing here imports torch, except `torch_pool.py`.
+"""
