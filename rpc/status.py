@@ -144,7 +144,7 @@ def parse_status(payload: bytes | None) -> BatonError | None:
     return error
 
 
-def _details_payload(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+def details_payload(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
     for key, value in metadata or ():
         if key == DETAILS_KEY:
             return value if isinstance(value, bytes) else value.encode("utf-8", "replace")
@@ -171,7 +171,7 @@ def from_rpc_error(
     code_of = getattr(exc, "code", None)
     status_code = code_of() if callable(code_of) else None
     metadata_of = getattr(exc, "trailing_metadata", None)
-    error = parse_status(_details_payload(metadata_of() if callable(metadata_of) else None))
+    error = parse_status(details_payload(metadata_of() if callable(metadata_of) else None))
     if error is not None:
         return decode_view(error) if leg == "decode" else error
     code, message = _fallback(status_code, leg, deadline_passed, was_ready, loaded, silent)
