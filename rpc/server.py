@@ -82,8 +82,8 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             return cast(grpc.RpcMethodHandler[Any, Any], handler)
         if handler.response_streaming:
-            # A coroutine writes its answers itself (`context.write`): a cancel then reaches it also while one is
-            # being sent, whereas a generator would be closed by the garbage collector, at some later time.
+            # A coroutine writes its answers itself (`context.write`): a cancel then reaches it also while one
+            # is being sent, whereas a generator would be closed by the garbage collector, at some later time.
             wrap = self._unary if inspect.iscoroutinefunction(handler.unary_stream) else self._stream
             return grpc.unary_stream_rpc_method_handler(
                 cast(Any, wrap(method, handler.unary_stream)),
