@@ -1,0 +1,1 @@
+"""From text to token ids and back: chat template, tokenizer, detokenizer, stop strings."""
