@@ -81,7 +81,7 @@ _SETS: Mapping[str, frozenset[str]] = {
     "path": frozenset(("pd", "colocated")),
     "code": _CODES,
     "stage": _STAGES,
-    "role": frozenset((R, P, D)),
+    "role": frozenset((P, D)),  # of families of the router alone: the server that they are about
     "transport": frozenset(("ipc", "nixl", "tcp", "grpc")),
 }
 
