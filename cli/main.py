@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version", "version"):
-        from rpc.version import VERSION
+        from rpc.version import version
 
-        print(f"baton {VERSION}")
+        print(f"baton {version()}")
         return 0
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS:

@@ -1,0 +1,192 @@
+"""How the load generator talks to a server: OpenAI completions, OpenAI chat, or Baton's gRPC API.
+
+Each back end sends one request and books every chunk into a RequestResult. The clock is read when the chunk was read
+from the socket. A request counts as failed when it answers with an error, breaks off, lacks the end mark, or gives
+another number of tokens than asked for under --ignore-eos.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httpx
+
+from bench.datasets import Prompt
+from bench.results import RequestResult
+from protos import common_pb2, generation_pb2, generation_pb2_grpc
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to send requests, and with what."""
+
+    base_url: str  # http://host:port, or host:port for gRPC
+    endpoint: str
+    model: str
+    ignore_eos: bool = True
+    api_key: str = ""
+    temperature: float = 0.0
+    seed: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    itl_per_token: bool = True
+    timeout_s: float = 600.0
+
+
+class Backend(ABC):
+    def __init__(self, target: Target, epoch: float) -> None:
+        self.target = target
+        self.epoch = epoch  # reading of time.monotonic() at which the benchmark began
+
+    def now(self) -> float:
+        return time.monotonic() - self.epoch
+
+    @abstractmethod
+    async def _send(self, prompt: Prompt, result: RequestResult) -> None:
+        """Sends and books; raises on any failure."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def send(self, prompt: Prompt, lateness_s: float = 0.0) -> RequestResult:
+        """Runs one request to its end; failures are in `error`, never raised."""
+        result = RequestResult(self.now(), len(prompt.token_ids), lateness_s)
+        try:
+            await self._send(prompt, result)
+        except (RequestFailed, httpx.HTTPError, grpc.RpcError, ValueError, KeyError) as error:
+            result.error = str(error) or type(error).__name__
+            return result
+        if self.target.ignore_eos and result.output_tokens != prompt.output_tokens:
+            result.error = f"{result.output_tokens} tokens instead of {prompt.output_tokens}"
+        elif result.output_tokens == 0:
+            result.error = "no token"
+        return result
+
+
+class RequestFailed(Exception):
+    """The server answered with an error or broke the stream off."""
+
+
+class _OpenAi(Backend):
+    def __init__(self, target: Target, epoch: float) -> None:
+        super().__init__(target, epoch)
+        headers = dict(target.headers)
+        if target.api_key:
+            headers["Authorization"] = f"Bearer {target.api_key}"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        timeout = httpx.Timeout(target.timeout_s, connect=10.0)
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+
+    @abstractmethod
+    def _body(self, prompt: Prompt) -> dict[str, Any]: ...
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _send(self, prompt: Prompt, result: RequestResult) -> None:
+        target = self.target
+        body = {
+            "model": target.model,
+            "temperature": target.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self._body(prompt),
+            **({"ignore_eos": True} if target.ignore_eos else {}),
+            **({"seed": target.seed} if target.seed is not None else {}),
+            **target.extra_body,
+        }
+        result.sent_at = self.now()
+        async with self._client.stream("POST", target.base_url + target.endpoint, json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise RequestFailed(f"HTTP {response.status_code}: {text[:200]}")
+            pending = b""
+            async for raw in response.aiter_raw():
+                now = self.now()
+                pending += raw
+                *events, pending = pending.split(b"\n\n")
+                for event in events:
+                    if self._book(event, now, result):
+                        return
+        raise RequestFailed("the stream ended without [DONE]")
+
+    def _book(self, event: bytes, now: float, result: RequestResult) -> bool:
+        """Books one SSE event; True at the end mark."""
+        if not event.startswith(b"data: "):
+            return False
+        payload = event[len(b"data: ") :]
+        if payload == b"[DONE]":
+            return True
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            raise RequestFailed(f"{chunk['error'].get('code')}: {chunk['error'].get('message')}")
+        usage = chunk.get("usage") or {}
+        for choice in chunk["choices"]:
+            result.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        tokens = int(usage.get("completion_tokens", result.output_tokens)) - result.output_tokens
+        result.chunk(now, tokens, self.target.itl_per_token)
+        details = usage.get("prompt_tokens_details") or {}
+        result.cached_tokens = int(details.get("cached_tokens") or result.cached_tokens)
+        result.prompt_tokens = int(usage.get("prompt_tokens", result.prompt_tokens))
+        result.path = (chunk.get("baton") or {}).get("path", result.path)
+        return False
+
+
+class OpenAiCompletions(_OpenAi):
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        return {"prompt": prompt.token_ids, "max_tokens": prompt.output_tokens}
+
+
+class OpenAiChat(_OpenAi):
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt.text}]
+        return {"messages": messages, "max_completion_tokens": prompt.output_tokens}
+
+
+class BatonGrpc(Backend):
+    def __init__(self, target: Target, epoch: float) -> None:
+        super().__init__(target, epoch)
+        address = target.base_url.removeprefix("http://")
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _send(self, prompt: Prompt, result: RequestResult) -> None:
+        target = self.target
+        sampling = common_pb2.SamplingParams(
+            max_tokens=prompt.output_tokens, temperature=target.temperature, ignore_eos=target.ignore_eos
+        )
+        if target.seed is not None:
+            sampling.seed = target.seed
+        request = generation_pb2.GenerateRequest(
+            model=target.model,
+            token_ids=generation_pb2.TokenIds(ids=prompt.token_ids),
+            sampling=sampling,
+            stream=True,
+        )
+        metadata = [("authorization", f"Bearer {target.api_key}")] if target.api_key else []
+        result.sent_at = self.now()
+        finished = False
+        call: Any = self._stub.Generate(request, metadata=tuple(metadata), timeout=target.timeout_s)
+        async for message in call:
+            result.chunk(self.now(), len(message.tokens), target.itl_per_token)
+            result.text += message.text
+            result.cached_tokens = message.usage.cached_tokens or result.cached_tokens
+            result.path = message.baton.path or result.path
+            finished = finished or message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+        if not finished:
+            raise RequestFailed("the stream ended without a finish reason")
+
+
+BACKENDS: dict[str, tuple[type[Backend], str]] = {
+    "openai": (OpenAiCompletions, "/v1/completions"),
+    "openai-chat": (OpenAiChat, "/v1/chat/completions"),
+    "baton-grpc": (BatonGrpc, ""),
+}

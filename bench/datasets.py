@@ -1,0 +1,112 @@
+"""Prompts for the load generator, all made from a seed so that a run can be repeated."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+DATASETS = ("random", "prefix_repetition", "custom")
+
+
+class DatasetError(Exception):
+    """A data set that cannot be made; the message names the flag."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request to send: token ids (for back ends that take them) and the text they stand for."""
+
+    token_ids: list[int]
+    text: str
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    name: str
+    num_prompts: int
+    seed: int = 0
+    input_len: int = 256  # tokens
+    output_len: int = 64  # tokens
+    range_ratio: float = 0.0  # lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]
+    prefix_len: int = (
+        0  # tokens shared by all prompts of one prefix (prefix_repetition: by num_prefixes groups)
+    )
+    num_prefixes: int = 8
+    path: str = ""
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
+    """Tokenizer of a model folder. Raises DatasetError naming the missing file."""
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        raise DatasetError(f"--tokenizer {folder}: {file} does not exist")
+    return Tokenizer.from_file(str(file))
+
+
+def make_prompts(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts in the order in which they are sent. Raises DatasetError."""
+    if options.num_prompts < 1:
+        raise DatasetError("--num-prompts must be at least 1")
+    if options.name == "random":
+        return _random(options, tokenizer)
+    if options.name == "prefix_repetition":
+        return _prefix_repetition(options, tokenizer)
+    if options.name == "custom":
+        return _custom(options, tokenizer)
+    raise DatasetError(f"--dataset-name {options.name}: known are {', '.join(DATASETS)}")
+
+
+def _ordinary_ids(tokenizer: Tokenizer) -> list[int]:
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return [i for i in range(tokenizer.get_vocab_size()) if i not in special]
+
+
+def _length(rng: random.Random, length: int, ratio: float) -> int:
+    return max(1, rng.randint(round(length * (1 - ratio)), round(length * (1 + ratio))))
+
+
+def _random(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
+    rng = random.Random(options.seed)
+    ids = _ordinary_ids(tokenizer)
+    prefix = rng.choices(ids, k=options.prefix_len)
+    prompts = []
+    for _ in range(options.num_prompts):
+        tokens = prefix + rng.choices(ids, k=_length(rng, options.input_len, options.range_ratio))
+        output = _length(rng, options.output_len, options.range_ratio)
+        prompts.append(Prompt(tokens, tokenizer.decode(tokens), output))
+    return prompts
+
+
+def _prefix_repetition(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
+    rng = random.Random(options.seed)
+    ids = _ordinary_ids(tokenizer)
+    prefixes = [
+        rng.choices(ids, k=options.prefix_len or options.input_len) for _ in range(options.num_prefixes)
+    ]
+    prompts = []
+    for i in range(options.num_prompts):
+        tokens = prefixes[i % len(prefixes)] + rng.choices(ids, k=options.input_len)
+        prompts.append(Prompt(tokens, tokenizer.decode(tokens), options.output_len))
+    rng.shuffle(prompts)
+    return prompts
+
+
+def _custom(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
+    """JSON lines with `prompt` and, if wanted, `output_tokens`."""
+    if not options.path:
+        raise DatasetError("--dataset-name custom needs --dataset-path FILE.jsonl")
+    try:
+        lines = Path(options.path).read_text().splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        texts = [(str(row["prompt"]), int(row.get("output_tokens", options.output_len))) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DatasetError(f"--dataset-path {options.path}: {error}") from error
+    if not texts:
+        raise DatasetError(f"--dataset-path {options.path}: holds no prompt")
+    chosen = [texts[i % len(texts)] for i in range(options.num_prompts)]
+    return [Prompt(tokenizer.encode(text).ids, text, output) for text, output in chosen]
