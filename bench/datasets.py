@@ -33,9 +33,7 @@ class DatasetOptions:
     input_len: int = 256  # tokens
     output_len: int = 64  # tokens
     range_ratio: float = 0.0  # lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]
-    prefix_len: int = (
-        0  # tokens shared by all prompts of one prefix (prefix_repetition: by num_prefixes groups)
-    )
+    prefix_len: int = 0  # tokens shared by all prompts of one prefix (prefix_repetition: by num_prefixes groups)
     num_prefixes: int = 8
     path: str = ""
 
@@ -85,9 +83,7 @@ def _random(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
 def _prefix_repetition(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
     rng = random.Random(options.seed)
     ids = _ordinary_ids(tokenizer)
-    prefixes = [
-        rng.choices(ids, k=options.prefix_len or options.input_len) for _ in range(options.num_prefixes)
-    ]
+    prefixes = [rng.choices(ids, k=options.prefix_len or options.input_len) for _ in range(options.num_prefixes)]
     prompts = []
     for i in range(options.num_prompts):
         tokens = prefixes[i % len(prefixes)] + rng.choices(ids, k=options.input_len)

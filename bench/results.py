@@ -127,9 +127,7 @@ def summarize(
         "total_output_tokens": output_tokens,
         "request_throughput": len(good) / duration_s,
         "request_goodput": sum(slos.met_by(r) for r in good) / duration_s if slos.limits_ms else None,
-        "slo_attainment": sum(slos.met_by(r) for r in good) / max(1, len(results))
-        if slos.limits_ms
-        else None,
+        "slo_attainment": sum(slos.met_by(r) for r in good) / max(1, len(results)) if slos.limits_ms else None,
         "output_throughput": output_tokens / duration_s,
         "max_output_tokens_per_s": peak_per_second([t for r in good for t in r.token_times]),
         "max_concurrent_requests": peak_concurrency(good),

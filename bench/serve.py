@@ -47,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--random-prefix-len", type=int, default=0)
     p.add_argument("--prefix-repetition-num-prefixes", type=int, default=8)
     p.add_argument("--num-prompts", type=int, default=100)
-    p.add_argument(
-        "--request-rate", type=float, default=math.inf, help="requests per second; inf is a closed loop"
-    )
+    p.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf is a closed loop")
     p.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, below 1 more bursty")
     p.add_argument("--max-concurrency", type=int, default=None)
     p.add_argument("--ignore-eos", action="store_true")
@@ -198,9 +196,7 @@ def run(argv: list[str]) -> dict[str, Any]:
             raise ValueError(f"--percentile-metrics {metric}: known are {', '.join(LATENCIES)}")
     if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
         raise ValueError("--max-concurrency must be at least 1")
-    base_url = (
-        (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
-    )
+    base_url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
     if arguments.backend != "baton-grpc":
         served = _first_model(base_url, arguments.api_key, arguments.ready_check_timeout_sec)
         arguments.model = arguments.model or served

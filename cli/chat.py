@@ -14,9 +14,7 @@ from cli.client import ApiError, StreamedAnswer, get_json, stream_chat
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="baton chat", description=__doc__)
     p.add_argument("message", nargs="*", help="ask this one question and leave; without it, a conversation")
-    p.add_argument(
-        "--base-url", default="http://127.0.0.1:8000", help="router (default http://127.0.0.1:8000)"
-    )
+    p.add_argument("--base-url", default="http://127.0.0.1:8000", help="router (default http://127.0.0.1:8000)")
     p.add_argument("--model", default="", help="served model name (default: the first one)")
     p.add_argument("--api-key", default="")
     p.add_argument("--system", default="", help="system message")
@@ -48,9 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.base_url = arguments.base_url.rstrip("/").removesuffix("/v1")
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     try:
-        model = (
-            arguments.model or get_json(arguments.base_url, "/v1/models", arguments.api_key)["data"][0]["id"]
-        )
+        model = arguments.model or get_json(arguments.base_url, "/v1/models", arguments.api_key)["data"][0]["id"]
         if arguments.message:
             messages.append({"role": "user", "content": " ".join(arguments.message)})
             ask(arguments, model, messages)

@@ -54,9 +54,7 @@ def show(answer: StreamedAnswer, first_token_s: float, total_s: float) -> None:
         f"tokens          {usage.get('prompt_tokens')} prompt ({cached} cached), {usage.get('completion_tokens')} new"
     )
     print(f"prefill graph   {answer.baton.get('prefill_cuda_graph_status')}")
-    print(
-        f"client saw      first token after {first_token_s * 1e3:.0f} ms, the end after {total_s * 1e3:.0f} ms"
-    )
+    print(f"client saw      first token after {first_token_s * 1e3:.0f} ms, the end after {total_s * 1e3:.0f} ms")
     print("\nstage timeline")
     for label, key in HIGHLIGHTS:
         if key in timeline:
@@ -108,9 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         print("demo failed: the answer does not name Paris", file=sys.stderr)
         return 1
     if answer.baton.get("path") != "pd":
-        print(
-            f"demo failed: the request took the path {answer.baton.get('path')!r}, not 'pd'", file=sys.stderr
-        )
+        print(f"demo failed: the request took the path {answer.baton.get('path')!r}, not 'pd'", file=sys.stderr)
         return 1
     if any(statuses):
         print(f"demo failed: exit statuses {statuses}", file=sys.stderr)

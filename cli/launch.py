@@ -99,9 +99,7 @@ class Process:
                             return message
                     continue
             if self.child.poll() is not None:
-                raise LaunchError(
-                    f"{self.name} ended with status {self.child.returncode}: {self.last_words()}"
-                )
+                raise LaunchError(f"{self.name} ended with status {self.child.returncode}: {self.last_words()}")
         raise LaunchError(f"{self.name} was not ready within {timeout_s:.0f} s: {self.last_words()}")
 
     def last_words(self) -> str:
@@ -154,9 +152,7 @@ class Launcher:
                 server.start()
             for server in servers:
                 server.wait_ready(self.start_timeout_s)
-                self.say(
-                    f"  {server.name:<10} ready  gRPC {server.ready['grpc']}  metrics {server.ready['http']}"
-                )
+                self.say(f"  {server.name:<10} ready  gRPC {server.ready['grpc']}  metrics {server.ready['http']}")
             router = self._router(servers)
             self.processes.append(router)
             router.start()

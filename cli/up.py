@@ -14,13 +14,9 @@ from cli.launch import Launcher, LaunchError
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="baton up", description=__doc__)
     p.add_argument("--model", default="", help="model folder (default: the embedded SmolLM2-135M-Instruct)")
-    p.add_argument(
-        "--prefill-servers", type=int, default=1, metavar="N", help="default 1; 0 is colocated serving"
-    )
+    p.add_argument("--prefill-servers", type=int, default=1, metavar="N", help="default 1; 0 is colocated serving")
     p.add_argument("--decode-servers", type=int, default=1, metavar="M", help="default 1")
-    p.add_argument(
-        "--host", default="127.0.0.1", help="address that the router listens on (default 127.0.0.1)"
-    )
+    p.add_argument("--host", default="127.0.0.1", help="address that the router listens on (default 127.0.0.1)")
     p.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default 8000)")
     p.add_argument("--grpc-port", type=int, default=8001, help="gRPC port of the router (default 8001)")
     p.add_argument("--server-flags", default="", help="flags for every server, one quoted string")
@@ -38,9 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"baton up: --{name.replace('_', '-')} must be 0 or more", file=sys.stderr)
             return 2
     if arguments.decode_servers < 1:
-        print(
-            "baton up: --decode-servers must be at least 1: without one nothing can answer", file=sys.stderr
-        )
+        print("baton up: --decode-servers must be at least 1: without one nothing can answer", file=sys.stderr)
         return 2
     from cli.model_prepare import ModelPrepareError, prepare_model
 
@@ -65,9 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    print(
-        f"starting {arguments.prefill_servers} prefill + {arguments.decode_servers} decode servers, model {model}"
-    )
+    print(f"starting {arguments.prefill_servers} prefill + {arguments.decode_servers} decode servers, model {model}")
     try:
         launcher.start()
     except LaunchError as error:
