@@ -227,9 +227,7 @@ class OpenRequests:
         check_request_id(request_id)
         arrival = self.clock() if arrival is None else arrival
         limit = (deadline or Deadline.never()).earlier(self.request_timeout_s)
-        request = OpenRequest(
-            self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit
-        )
+        request = OpenRequest(self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit)
         refusal = self._refusal(request_id)
         if refusal is not None:
             request.fail(refusal)
