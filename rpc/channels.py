@@ -70,9 +70,7 @@ def bulk_options() -> Options:
 def bulk_server_options() -> Options:
     """Arguments of a server that sends bulk data."""
     sizes = dict(_message_sizes(CONTROL_MESSAGE_BYTES))
-    return [(key, value) for key, value in SERVER_OPTIONS if key not in sizes] + _message_sizes(
-        BULK_MESSAGE_BYTES
-    )
+    return [(key, value) for key, value in SERVER_OPTIONS if key not in sizes] + _message_sizes(BULK_MESSAGE_BYTES)
 
 
 _BROKEN = {
@@ -214,9 +212,7 @@ class ChannelPool:
         for entry in entries:
             await entry.channel.close()
 
-    def _retire(
-        self, address: str, peer: dict[int | None, _Entry], index: int | None, state: str | None
-    ) -> None:
+    def _retire(self, address: str, peer: dict[int | None, _Entry], index: int | None, state: str | None) -> None:
         entry = peer.pop(index)
         if entry.watcher is not None:
             entry.watcher.cancel()

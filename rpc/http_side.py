@@ -6,7 +6,6 @@ import inspect
 import platform
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -16,19 +15,12 @@ from starlette.routing import Route
 
 from rpc.http_server import EXCEPTION_HANDLERS, HttpServer
 from rpc.metrics import CONTENT_TYPE, Registry
+from rpc.version import version
 
 Json: TypeAlias = dict[str, Any] | list[Any]
 Answer: TypeAlias = Json | Awaitable[Json]
 
 _NO_STORE = {"Cache-Control": "no-store"}
-
-
-def product_version() -> str:
-    """The installed version of Baton."""
-    try:
-        return metadata.version("baton")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,10 @@ def side_routes(registry: Registry, callbacks: SideCallbacks) -> list[Route]:
 
     async def health(request: Request) -> Response:
         ok = not callbacks.ready()
-        return Response(
-            status_code=200 if ok else 503, headers=_NO_STORE if ok else {**_NO_STORE, "Retry-After": "1"}
-        )
+        return Response(status_code=200 if ok else 503, headers=_NO_STORE if ok else {**_NO_STORE, "Retry-After": "1"})
 
-    async def version(request: Request) -> Response:
-        return JSONResponse(
-            {"version": product_version(), "python": platform.python_version()}, headers=_NO_STORE
-        )
+    async def show_version(request: Request) -> Response:
+        return JSONResponse({"version": version(), "python": platform.python_version()}, headers=_NO_STORE)
 
     def shown(callback: Callable[[], Answer]) -> Callable[[Request], Awaitable[Response]]:
         async def show(request: Request) -> Response:
@@ -93,7 +81,7 @@ def side_routes(registry: Registry, callbacks: SideCallbacks) -> list[Route]:
         Route("/readiness", ready),
         Route("/health", health),
         Route("/ping", health),
-        Route("/version", version),
+        Route("/version", show_version),
     ]
     optional = {
         "/server_info": callbacks.server_info,

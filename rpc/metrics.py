@@ -116,9 +116,7 @@ class Registry:
             return Counter(family.name, family.help, labels, registry=self._registry)
         if family.kind == "gauge":
             return Gauge(family.name, family.help, labels, registry=self._registry)
-        return Histogram(
-            family.name, family.help, labels, registry=self._registry, buckets=family.bucket_bounds()
-        )
+        return Histogram(family.name, family.help, labels, registry=self._registry, buckets=family.bucket_bounds())
 
     def _label_values(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Values in the family's order, with the own role filled in; checked."""
@@ -141,9 +139,7 @@ class Registry:
             value = str(value)
             allowed = family.values.get(label)
             if allowed is not None and value not in allowed:
-                raise ValueError(
-                    f"label {label}={value!r} of {name} must be one of: {', '.join(sorted(allowed))}"
-                )
+                raise ValueError(f"label {label}={value!r} of {name} must be one of: {', '.join(sorted(allowed))}")
             if own_role and label == "role" and value != self.role:
                 raise ValueError(f"label role={value!r} of {name}: this process is {self.role}")
             values.append(self._capped(value) if label == "worker" else value)

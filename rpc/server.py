@@ -13,7 +13,7 @@ import inspect
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -34,6 +34,7 @@ from rpc.reflection import enable_reflection
 
 REQUEST_ID_KEY = "x-request-id"
 UNKNOWN_METHOD = "unknown"
+DEADLINE_TOLERANCE_S = 0.05
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
@@ -82,21 +83,20 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             return cast(grpc.RpcMethodHandler[Any, Any], handler)
         if handler.response_streaming:
-            # A coroutine writes its answers itself (`context.write`): a cancel then reaches it also while one
-            # is being sent, whereas a generator would be closed by the garbage collector, at some later time.
-            wrap = self._unary if inspect.iscoroutinefunction(handler.unary_stream) else self._stream
+            body = handler.unary_stream
+            writes_itself = inspect.iscoroutinefunction(body)
             return grpc.unary_stream_rpc_method_handler(
-                cast(Any, wrap(method, handler.unary_stream)),
+                cast(Any, self._wrap(method, body if writes_itself else _writing(body))),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            cast(Any, self._unary(method, handler.unary_unary)),
+            cast(Any, self._wrap(method, handler.unary_unary)),
             handler.request_deserializer,
             handler.response_serializer,
         )
 
-    def _unary(self, method: str, body: Callable[[Any, _Context], Awaitable[Any]]) -> object:
+    def _wrap(self, method: str, body: Callable[[Any, _Context], Awaitable[Any]]) -> object:
         async def serve(request: Any, context: _Context) -> Any:
             scope = _CallScope(self, method, context)
             async with scope:
@@ -108,36 +108,26 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
         return serve
 
-    def _stream(self, method: str, body: Callable[[Any, _Context], AsyncIterator[Any]]) -> object:
-        async def serve(request: Any, context: _Context) -> AsyncIterator[Any]:
-            scope = _CallScope(self, method, context)
-            async with scope:
-                call = scope.enter()
-                answers = body(request, context)
-                try:
-                    if scope.has_own_deadline:
-                        async for answer in answers:
-                            yield answer
-                        return
-                    while True:
-                        # Only the handler's own work is limited here: a time-out must not strike while the
-                        # generator is suspended in its consumer.
-                        async with _limit(call.deadline):
-                            try:
-                                answer = await anext(answers)
-                            except StopAsyncIteration:
-                                return
-                        yield answer
-                finally:
-                    close = getattr(answers, "aclose", None)
-                    if close is not None:
-                        await close()
-
-        return serve
-
     def _count(self, method: str, code: str) -> None:
         if self._registry is not None:
             self._registry.inc("baton_rpc_requests_total", method=method, code=code)
+
+
+def _writing(
+    generator: Callable[[Any, _Context], AsyncGenerator[Any, None]],
+) -> Callable[[Any, _Context], Awaitable[None]]:
+    """A coroutine that sends what `generator` yields.
+
+    Left to gRPC, a generator whose call is cancelled while an answer is being sent would stay suspended until the
+    garbage collector closes it. Here its clean-up runs before the call's own ends.
+    """
+
+    async def serve(request: Any, context: _Context) -> None:
+        async with contextlib.aclosing(generator(request, context)) as answers:
+            async for answer in answers:
+                await context.write(answer)
+
+    return serve
 
 
 @contextlib.asynccontextmanager
@@ -153,6 +143,14 @@ async def _limit(deadline: Deadline) -> AsyncIterator[None]:
         raise BatonError(
             ErrorCode.DEADLINE_EXCEEDED, "the call took longer than this server's maximum; set a deadline"
         ) from None
+
+
+def cancel_code(context: _Context) -> ErrorCode:
+    """Why the task of this call is being cancelled: GENERATE_TIMEOUT for its deadline, else CANCELLED."""
+    remaining = context.time_remaining()
+    # The client's clock runs out first, and its cancellation then arrives shortly before the deadline here.
+    passed = remaining is not None and remaining <= DEADLINE_TOLERANCE_S
+    return ErrorCode.GENERATE_TIMEOUT if passed else ErrorCode.CANCELLED
 
 
 class _CallScope:
@@ -207,9 +205,7 @@ class _CallScope:
             registry = self._owner._registry
             if registry is not None:
                 registry.dec("baton_rpc_inflight", method=self._method)
-                registry.observe(
-                    "baton_rpc_duration_seconds", time.monotonic() - self._began, method=self._method
-                )
+                registry.observe("baton_rpc_duration_seconds", time.monotonic() - self._began, method=self._method)
             self._owner._count(self._method, code)
 
     def _code_of(self, error: BaseException) -> str:
@@ -221,9 +217,7 @@ class _CallScope:
             parsed = status.parse_status(status.details_payload(metadata))
             return (parsed.code if parsed is not None else ErrorCode.UNKNOWN_ERROR).name
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            remaining = self._context.time_remaining()
-            passed = remaining is not None and remaining <= 0
-            return (ErrorCode.GENERATE_TIMEOUT if passed else ErrorCode.CANCELLED).name
+            return cancel_code(self._context).name
         return ErrorCode.UNKNOWN_ERROR.name
 
     async def _fail(self, error: BatonError) -> NoReturn:
@@ -267,9 +261,7 @@ class GrpcServer:
     ) -> None:
         options = dict(SERVER_OPTIONS)
         options.update(dict(extra or []))
-        self._server = grpc.aio.server(
-            options=list(options.items()), interceptors=[_Interceptor(registry, max_rpc_s)]
-        )
+        self._server = grpc.aio.server(options=list(options.items()), interceptors=[_Interceptor(registry, max_rpc_s)])
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
         self._serving = False
@@ -281,9 +273,7 @@ class GrpcServer:
     def server(self) -> grpc.aio.Server:
         return self._server
 
-    def add_service(
-        self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str
-    ) -> None:
+    def add_service(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> None:
         """Adds a servicer by its generated `add_…_to_server` function; `name` is the service's full name."""
         add_to_server(servicer, self._server)
         self._services.append(name)
@@ -298,9 +288,7 @@ class GrpcServer:
         Raises SystemExit with one line naming `flag`, host and port when it cannot.
         """
         check_port(flag, host, port)
-        enable_reflection(
-            self._server, [*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
-        )
+        enable_reflection(self._server, [*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:

@@ -24,12 +24,8 @@ class CommonSettings(Settings):
     advertise_host: str | None = Field(
         None, description="address under which others reach this process; default: --host"
     )
-    metrics_port: Port | None = Field(
-        None, description="HTTP port of /metrics, /ready and /debug; 0 takes a free one"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level that is logged"
-    )
+    metrics_port: Port | None = Field(None, description="HTTP port of /metrics, /ready and /debug; 0 takes a free one")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["json", "text"] = Field("json", description="form of a log line on stderr")
     disable_log_requests: bool = Field(False, description="no access log")
     access_log_path: str | None = Field(None, description="file of the access log; default: stderr")
@@ -85,9 +81,7 @@ class ServerSettings(CommonSettings):
     model: Annotated[str, Flag(("--model-path",))] = Field(
         min_length=1, description="folder of the model in Hugging Face form (config, safetensors, tokenizer)"
     )
-    served_model_name: list[str] = Field(
-        [], description="names under which clients ask for it; default: folder name"
-    )
+    served_model_name: list[str] = Field([], description="names under which clients ask for it; default: folder name")
     cache_store_port: Port = Field(0, description="port of rank 0's cache store; rank r listens on this + r")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of weights and activations"
@@ -95,44 +89,24 @@ class ServerSettings(CommonSettings):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of the KV cache"
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = Field(
-        "auto", description="where the weights come from"
-    )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="where the weights come from")
     attention_backend: Literal["auto", "torch"] = Field("auto", description="attention implementation")
     tensor_parallel_size: Annotated[int, Flag(("-tp", "--tp-size"))] = Field(
         1, ge=1, le=1024, description="engine processes that share the model"
     )
-    threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of an engine; default: all cores"
-    )
-    enforce_eager: Annotated[bool, Flag(("--disable-cuda-graph",))] = Field(
-        False, description="no CUDA graphs"
-    )
-    max_model_len: int | None = Field(
-        None, ge=1, description="longest sequence in tokens; default: the model's own"
-    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of an engine; default: all cores")
+    enforce_eager: Annotated[bool, Flag(("--disable-cuda-graph",))] = Field(False, description="no CUDA graphs")
+    max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests in the running batch at the most")
-    max_num_batched_tokens: int = Field(
-        2048, ge=1, le=1 << 20, description="tokens of an engine step at the most"
-    )
-    block_size: Annotated[int, Flag(("--page-size",))] = Field(
-        16, ge=1, le=1024, description="tokens of a KV block"
-    )
-    num_kv_blocks: int | None = Field(
-        None, ge=2, description="KV blocks of the pool, in place of a size in bytes"
-    )
+    max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens of an engine step at the most")
+    block_size: Annotated[int, Flag(("--page-size",))] = Field(16, ge=1, le=1024, description="tokens of a KV block")
+    num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks of the pool, in place of a size in bytes")
     kv_cache_memory_bytes: ByteSize | None = Field(None, ge=1, description="size of the KV pool, e.g. 2GiB")
     enable_prefix_caching: bool = Field(True, description="keep the KV of finished prompts for later ones")
-    enable_chunked_prefill: bool = Field(
-        True, description="compute long prompts in pieces beside other requests"
-    )
+    enable_chunked_prefill: bool = Field(True, description="compute long prompts in pieces beside other requests")
     kv_transport: Literal["auto", "grpc"] = Field("auto", description="how KV blocks travel")
-    kv_lease_seconds: float = Field(
-        30.0, gt=0, le=86400, description="life of staged KV without a sign of its reader"
-    )
-    kv_checksum: Literal["off", "sample", "all"] = Field(
-        "all", description="which pieces of KV carry a checksum"
-    )
+    kv_lease_seconds: float = Field(30.0, gt=0, le=86400, description="life of staged KV without a sign of its reader")
+    kv_checksum: Literal["off", "sample", "all"] = Field("all", description="which pieces of KV carry a checksum")
     kv_load_failure_policy: Literal["retry", "recompute", "fail"] = Field(
         "retry", description="retry: one reload, then recompute where allowed, else another server"
     )
@@ -147,22 +121,16 @@ class ServerSettings(CommonSettings):
         description="longest time of a load without a new block, once its prompt runs",
     )
     decode_retry_times: int = Field(100, ge=0, le=10_000, description="further attempts to reserve KV blocks")
-    decode_retry_timeout_ms: int = Field(
-        100, ge=0, le=60_000, description="time in which these attempts begin"
-    )
+    decode_retry_timeout_ms: int = Field(100, ge=0, le=60_000, description="time in which these attempts begin")
     decode_retry_interval_ms: int = Field(1, ge=1, le=1000, description="pause between these attempts")
     stop_stream_wait_timeout_ms: int = Field(
         2000, ge=0, le=60_000, description="wait for a running request to stop before it is forced"
     )
-    cache_store_connect_retry_times: int = Field(
-        0, ge=0, le=100, description="further attempts to reach a peer"
-    )
+    cache_store_connect_retry_times: int = Field(0, ge=0, le=100, description="further attempts to reach a peer")
     cache_store_connect_timeout_ms: int = Field(
         1000, ge=10, le=60_000, description="time to reach a peer's cache store"
     )
-    cache_store_queue_size: int = Field(
-        1000, ge=1, le=1_000_000, description="publish and load tasks waiting"
-    )
+    cache_store_queue_size: int = Field(1000, ge=1, le=1_000_000, description="publish and load tasks waiting")
     cache_store_chunk_bytes: ByteSize = Field(
         ByteSize(1 << 20), ge=64 << 10, le=1 << 20, description="largest piece of KV in one message"
     )
@@ -173,7 +141,5 @@ class ServerSettings(CommonSettings):
     @model_validator(mode="after")
     def _one_pool_size(self) -> Self:
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
-            raise ValueError(
-                "--num-kv-blocks and --kv-cache-memory-bytes both size the pool; give one of them"
-            )
+            raise ValueError("--num-kv-blocks and --kv-cache-memory-bytes both size the pool; give one of them")
         return self

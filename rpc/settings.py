@@ -89,11 +89,7 @@ def _shape(annotation: Any) -> tuple[str, bool]:
         return "bool", False
     if origin in (list, tuple, set, frozenset) or annotation in (list, tuple):
         return "list", False
-    if (
-        origin is dict
-        or annotation is dict
-        or (isinstance(annotation, type) and issubclass(annotation, BaseModel))
-    ):
+    if origin is dict or annotation is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "object", False
     return "scalar", False
 
@@ -330,9 +326,7 @@ def _next_value(name: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _from_environ(
-    options: Sequence[_Option], environ: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_environ(options: Sequence[_Option], environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in options:
