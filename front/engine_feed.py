@@ -1,0 +1,100 @@
+"""What an engine step brings beside tokens: figures for the metrics, ends of staged KV, changes of the
+prefix cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from engine.messages import EngineReady, EngineStats, StepMessage
+from front.kv_index import KvIndex
+from front.reception import Reception
+from front.wire import ledger_imbalance
+from rpc.metrics import Registry
+
+HOLD_STATES = ("staged", "receiving", "quarantined")
+BLOCK_STATES = ("free", "running", "staged", "receiving", "quarantined", "cached", "reserved")
+
+_log = logging.getLogger(__name__)
+
+
+class EngineFeed:
+    """Books the step messages of one rank. `on_step` never raises: a figure must not stop the stream of
+    tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        model_name: str,
+        metrics: Registry,
+        reception: Reception,
+        kv_index: KvIndex,
+    ) -> None:
+        self._rank = str(rank)
+        self._model_name = model_name
+        self._metrics = metrics
+        self._reception = reception
+        self._kv_index = kv_index
+
+    def came_up(self, ready: EngineReady) -> None:
+        """Facts of the engine, as metrics."""
+        metrics = self._metrics
+        metrics.set("baton_engine_up", 1, rank=self._rank)
+        metrics.set(
+            "baton_model_info",
+            1,
+            model_name=self._model_name,
+            dtype=ready.dtype,
+            kv_cache_dtype=ready.kv_cache_dtype,
+            block_size=str(ready.groups[0].block_size) if ready.groups else "",
+            tp_size="1",
+            attention_backend=ready.attention_backend,
+            kv_transport=ready.transports[0] if ready.transports else "",
+        )
+        if "baton_prefill_cuda_graph_init" in metrics.families and ready.prefill_cuda_graph_init:
+            metrics.set("baton_prefill_cuda_graph_init", 1, status=ready.prefill_cuda_graph_init)
+
+    def died(self) -> None:
+        self._metrics.set("baton_engine_up", 0, rank=self._rank)
+
+    def on_step(self, step: StepMessage) -> None:
+        try:
+            self._metrics.apply(step.observations)
+            for end in step.staged_ends:
+                self._reception.staged_end(end)
+            if step.kv_events:
+                self._kv_index.apply(step.kv_events)
+        except Exception:
+            _log.exception("step message %d could not be booked", step.seq)
+
+    def book_stats(self, stats: EngineStats) -> None:
+        """Brings the state gauges up to date. Done at a scrape and not in each step, which has no time for it."""
+        metrics = self._metrics
+        rank = self._rank
+        metrics.set("baton_num_requests_running", stats.running, model_name=self._model_name)
+        metrics.set("baton_num_requests_waiting", stats.waiting, model_name=self._model_name)
+        if "baton_num_requests_loading" in metrics.families:
+            metrics.set("baton_num_requests_loading", stats.loading, model_name=self._model_name)
+        for ledger in stats.ledgers:
+            group = ledger.group
+            for state in BLOCK_STATES:
+                metrics.set("baton_kv_blocks", getattr(ledger, state), rank=rank, group=group, state=state)
+            used = ledger.total - ledger.free - ledger.cached
+            metrics.set("baton_kv_blocks_capacity", ledger.total, rank=rank, group=group)
+            metrics.set("baton_kv_cache_usage_ratio", used / max(1, ledger.total), rank=rank, group=group)
+            imbalance = ledger_imbalance(ledger)
+            metrics.set("baton_kv_ledger_imbalance_blocks", imbalance, rank=rank, group=group)
+        for state in HOLD_STATES:
+            if state in stats.oldest_hold_seconds:
+                seconds = stats.oldest_hold_seconds[state]
+                metrics.set("baton_kv_oldest_hold_seconds", seconds, rank=rank, state=state)
+            else:
+                metrics.remove("baton_kv_oldest_hold_seconds", rank=rank, state=state)
+        if "baton_kv_leases_active" in metrics.families:
+            metrics.set("baton_kv_leases_active", stats.leases)
+        metrics.set("baton_kv_transfer_inflight", stats.transfers_inflight, transport="grpc")
+        metrics.set("baton_kv_transfer_queue_depth", stats.transfer_queue_depth, rank=rank)
+        metrics.set("baton_peers", stats.peers_connected, state="connected")
+        metrics.set("baton_peers", 0, state="incompatible")
+        metrics.set("baton_peers", stats.peers_lost, state="lost")

@@ -1,0 +1,125 @@
+"""From a server's settings to its engine's configuration, and the checks that need no engine."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from engine.config import EngineConfig
+from rpc.server_settings import ServerSettings
+
+
+class FrontSettings(ServerSettings):
+    """Flags of both kinds of servers that concern their front alone."""
+
+    engine_start_timeout_secs: float = Field(
+        1800.0, gt=0, le=86400, description="longest time for the engine to load the model"
+    )
+
+    @model_validator(mode="after")
+    def _advertised_host_is_reachable(self) -> Self:
+        check_advertised(self.host, self.advertise_host)
+        return self
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> Self:
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"--tensor-parallel-size {self.tensor_parallel_size}: this version runs one engine per server; use 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _model_is_a_folder(self) -> Self:
+        folder = Path(self.model)
+        if not folder.is_dir():
+            raise ValueError(f"--model {self.model!r}: no such folder")
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"--model {self.model!r}: the folder has no config.json; give a Hugging Face folder")
+        return self
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names under which the model is asked for; the first one is the label of metrics."""
+        return tuple(self.served_model_name) or (Path(self.model).resolve().name,)
+
+
+def check_advertised(host: str, advertise_host: str | None) -> None:
+    """Raises ValueError when others would be told an address that leads nowhere, or back to themselves."""
+    if advertise_host is None:
+        if _is_wildcard(host):
+            raise ValueError(
+                f"--host {host} listens on all addresses, so --advertise-host must name the one that others can reach"
+            )
+        return
+    if _is_wildcard(advertise_host):
+        raise ValueError(
+            f"--advertise-host {advertise_host} is no address that others can reach; name the host or its address"
+        )
+    if _is_loopback(advertise_host) and not _is_loopback(host):
+        raise ValueError(
+            f"--advertise-host {advertise_host} leads every other host to itself, while --host {host} "
+            "listens beyond this machine; name an address that others can reach"
+        )
+
+
+def _is_wildcard(host: str) -> bool:
+    address = _address(host)
+    return host in ("", "*") if address is None else address.is_unspecified
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bool) -> EngineConfig:
+    """The configuration of the server's engine; unset numbers stay 0, which leaves the choice to the
+    engine.
+    """
+    return EngineConfig(
+        role=role,
+        model=str(Path(settings.model).resolve()),
+        served_model_name=settings.served_names[0],
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        attention_backend=settings.attention_backend,
+        threads=settings.threads or 0,
+        block_size=settings.block_size,
+        num_kv_blocks=settings.num_kv_blocks or 0,
+        kv_cache_memory_bytes=int(settings.kv_cache_memory_bytes or 0),
+        max_model_len=settings.max_model_len or 0,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        allow_local_prefill=allow_local_prefill,
+        host=settings.host,
+        cache_store_port=settings.cache_store_port,
+        kv_lease_seconds=settings.kv_lease_seconds,
+        kv_checksum=settings.kv_checksum,
+        kv_load_failure_policy=settings.kv_load_failure_policy,
+        kv_bulk_channels=settings.kv_bulk_channels,
+        cache_store_queue_size=settings.cache_store_queue_size,
+        cache_store_chunk_bytes=int(settings.cache_store_chunk_bytes),
+        cache_store_connect_timeout_ms=settings.cache_store_connect_timeout_ms,
+        cache_store_connect_retry_times=settings.cache_store_connect_retry_times,
+        cache_store_publish_timeout_ms=settings.cache_store_publish_timeout_ms,
+        load_cache_timeout_ms=settings.load_cache_timeout_ms,
+        prefill_max_wait_timeout_ms=settings.prefill_max_wait_timeout_ms,
+        decode_retry_times=settings.decode_retry_times,
+        decode_retry_timeout_ms=settings.decode_retry_timeout_ms,
+        decode_retry_interval_ms=settings.decode_retry_interval_ms,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )
