@@ -16,7 +16,7 @@ by its client. Metrics and the access log line are written once, at the end of t
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,15 +27,18 @@ from router.requests import Api, FinishReason, Path
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id
+from rpc.lifecycle import OpenWork
 from rpc.metrics import Registry
 from rpc.stages import ROUTER_STAGES, StageClock
 from rpc.tombstones import Tombstones
 
+_log = logging.getLogger(__name__)
+
 
 class AccessRecord(Protocol):
-    """Where the line about a finished request goes."""
+    """Where the line about a finished request goes (rpc.logs.AccessLog)."""
 
-    def write(self, record: dict[str, Any]) -> None: ...
+    def record(self, *, request_id: str, code: str, **fields: Any) -> None: ...
 
 
 @dataclass
@@ -188,6 +191,7 @@ class OpenRequests:
         request_timeout_s: float | None,
         served_names: Callable[[], Sequence[str]],
         access_log: AccessRecord | None = None,
+        work: OpenWork | None = None,
         tombstones: Tombstones | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -199,8 +203,8 @@ class OpenRequests:
         self._tombstones = tombstones if tombstones is not None else Tombstones(clock=clock)
         self._open: dict[str, OpenRequest] = {}
         self._refuse: BatonError | None = None
-        self._empty = asyncio.Event()
-        self._empty.set()
+        # Counts them for the drain of the process.
+        self.work = work if work is not None else OpenWork()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -234,7 +238,7 @@ class OpenRequests:
             self._account(request)
             raise refusal
         self._open[request_id] = request
-        self._empty.clear()
+        self.work.set(len(self._open))
         return request
 
     def _refusal(self, request_id: str) -> BatonError | None:
@@ -272,15 +276,6 @@ class OpenRequests:
             request.stop(error)
         return len(requests)
 
-    async def wait_empty(self, timeout_s: float) -> bool:
-        """Waits until no request is open, at most `timeout_s`; returns whether none is."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
-
     # -- accounting
 
     def first_token(self, request: OpenRequest, now: float) -> None:
@@ -300,8 +295,7 @@ class OpenRequests:
     def closed(self, request: OpenRequest) -> None:
         if self._open.get(request.request_id) is request:
             del self._open[request.request_id]
-            if not self._open:
-                self._empty.set()
+            self.work.set(len(self._open))
         request.clock.finish()
         self._account(request)
 
@@ -341,29 +335,33 @@ class OpenRequests:
                     model_name=model,
                     path=request.path,
                 )
+        if error is not None and error.http_status >= 500:
+            # Here it ends, so here it is logged; attempts before it were only noted.
+            _log.error(
+                "request failed: %s", error, extra={"request_id": request.request_id, "cause": dict(error.metadata)}
+            )
         if self._access_log is not None:
-            self._access_log.write(self._record(request, phase))
+            code = error.code.name if error is not None else ErrorCode.NONE_ERROR.name
+            self._access_log.record(request_id=request.request_id, code=code, **self._fields(request, phase))
 
-    def _record(self, request: OpenRequest, phase: str) -> dict[str, Any]:
+    def _fields(self, request: OpenRequest, phase: str) -> dict[str, Any]:
+        """What the access log says beside id and code."""
         error = request.error
-        record: dict[str, Any] = {
-            "request_id": request.request_id,
+        fields: dict[str, Any] = {
             "api": request.api,
             "model": request.model,
             "stream": request.stream,
             "path": request.path,
             "attempts": request.attempts,
             "servers": [vars(leg) for leg in request.legs],
-            "code": error.code.name if error is not None else ErrorCode.NONE_ERROR.name,
             "outcome": "error" if error is not None else request.outcome,
             "prompt_tokens": request.prompt_tokens,
             "cached_tokens": request.cached_tokens,
             "generated_tokens": request.tokens,
-            "seconds": round(max(0.0, self.clock() - request.arrival), 6),
-            "stages": {k: round(v, 6) for k, v in request.clock.seconds().items()},
-            "timeline": {k: round(v, 6) for k, v in request.timeline.items()},
+            "seconds": max(0.0, self.clock() - request.arrival),
+            "stages": request.clock.seconds(),
+            "timeline": request.timeline,
         }
         if error is not None:
-            record |= {"phase": phase, "message": error.message, "stage": error.stage}
-            record["cause"] = dict(error.metadata)
-        return record
+            fields |= {"phase": phase, "message": error.message, "stage": error.stage, "cause": dict(error.metadata)}
+        return fields

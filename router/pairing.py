@@ -13,12 +13,10 @@ from typing import Literal
 
 from protos import worker_pb2
 from rpc.errors import BatonError, ErrorCode
+from rpc.version import PROTOCOL_VERSION
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
-
-# Version of the wire protocol that this router speaks.
-PROTOCOL_VERSION = 1
 
 _REQUIRED = ("protocol_version", "tp_size", "max_model_len", "vocab_size")
 _ROLE_NAMES: dict[int, Role] = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}

@@ -22,7 +22,6 @@ import grpc.aio
 from protos import worker_pb2, worker_pb2_grpc
 from router.breaker import Breaker, BreakerSettings, BreakerState
 from router.pairing import (
-    PROTOCOL_VERSION,
     ROLES,
     Difference,
     Role,
@@ -36,6 +35,7 @@ from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry as Metrics
 from rpc.status import from_rpc_error
+from rpc.version import PROTOCOL_VERSION
 
 RECONNECT_FIRST_S = 0.1
 RECONNECT_MAX_S = 1.0

@@ -1,0 +1,486 @@
+"""One attempt to serve a request on the servers that were chosen for it.
+
+Disaggregated: the decode leg and the prefill leg are opened together under one request key. The decode server reserves
+and pulls the KV while the prompt is computed; the first token goes out as soon as the prefill server answers (or the
+decode server says that its load is complete), the rest as the decode server streams it. Alone: one leg does it all.
+
+Whose failure ends the attempt: any, until the decode server has loaded; after that only the decode server's, because
+the prefill server has done its part. Ending it closes every leg that is open and frees what is staged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from protos import common_pb2, decode_pb2, prefill_pb2
+from router import wire
+from router.choice import Choice, Chooser
+from router.legs import (
+    END,
+    Aborts,
+    AbortSource,
+    DecodeLeg,
+    Leg,
+    LegTasks,
+    Letter,
+    Payload,
+    PrefillLeg,
+    RpcMetadata,
+    abort_source,
+)
+from router.mailbox import Mailbox
+from router.merge import TokenMerge, breach, to_prompt_logprobs
+from router.registry import WorkerRegistry
+from router.requests import FinishReason, PrefillSummary, RouterRequest, Token, TokensEvent
+from router.worker import Worker
+from rpc.channels import ChannelPool
+from rpc.errors import BatonError, ErrorCode
+from rpc.metrics import Registry as Metrics
+
+# After the decode server finished: how long the prefill server's answer (its timings) is waited for.
+ANSWER_GRACE_S = 0.25
+# After a load failed because the prefill server did: how long its own word about it is waited for.
+CAUSE_GRACE_S = 0.5
+# After a first token that ends the request: how long the decode server has to end in order.
+FINISH_GRACE_S = 2.0
+
+# Causes of a failed load that are about reaching the prefill server or its data. Others are its own failures, which
+# its own leg reports.
+_TRANSFER_CAUSES = frozenset(range(8200, 8400)) | frozenset(
+    (
+        int(ErrorCode.KV_LEASE_EXPIRED),
+        int(ErrorCode.KV_STALE_REFERENCE),
+        int(ErrorCode.KV_CHECKSUM_MISMATCH),
+        int(ErrorCode.INCOMPATIBLE_PEER),
+        int(ErrorCode.PEER_RESTARTED),
+        int(ErrorCode.DUPLICATE_REQUEST),
+    )
+)
+# Of these, the ones that say nothing about the decode server which reports them.
+_PREFILL_CAUSES = frozenset(
+    (
+        ErrorCode.CONNECTION_RESET_BY_PEER,
+        ErrorCode.CONNECT_FAILED,
+        ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+        ErrorCode.CACHE_STORE_LOAD_SEND_REQUEST_FAILED,
+        ErrorCode.CACHE_STORE_CALL_PREFILL_TIMEOUT,
+        ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
+        ErrorCode.CACHE_STORE_STORE_FAILED,
+        ErrorCode.PEER_RESTARTED,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLimits:
+    """Seconds. `silence_s`: a leg that is silent for this long leads to a check of its server."""
+
+    max_rpc_s: float | None = 7200.0
+    reserve_s: float = 30.0
+    inactivity_s: float = 60.0
+    silence_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class AttemptContext:
+    """What all attempts of a router share."""
+
+    pool: ChannelPool
+    registry: WorkerRegistry
+    chooser: Chooser
+    metrics: Metrics
+    tasks: LegTasks
+    aborts: Aborts
+    limits: AttemptLimits = field(default_factory=AttemptLimits)
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The attempt served the request to its end."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+    preemptions: int = 0
+
+
+class Attempt:
+    """`start()`, then `next()` until it returns `Ended` or raises; `close()` in any case.
+
+    `merge` has the tokens of earlier attempts. `may_redirect(error)` is asked before a failed reservation is tried
+    on another decode server. `blamed` are the servers that a failure is about. Used by one task; belongs to one loop.
+    """
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        request: RouterRequest,
+        choice: Choice,
+        key: str,
+        *,
+        sampling: common_pb2.SamplingParams,
+        merge: TokenMerge,
+        may_redirect: Callable[[BatonError], bool] = lambda error: False,
+        on_redirect: Callable[[Worker], None] = lambda worker: None,
+    ) -> None:
+        self.choice = choice
+        self.key = key
+        self.blamed: set[Worker] = set()
+        self.timeline: dict[str, float] = {}
+        self.closed = False
+        self._context = context
+        self._request = request
+        self._sampling = sampling
+        self._merge = merge
+        self._emitted = list(merge.token_ids)
+        self._may_redirect = may_redirect
+        self._on_redirect = on_redirect
+        self._mailbox: Mailbox[Letter] = Mailbox()
+        self._prefill: PrefillLeg | None = None
+        self._decode: DecodeLeg | None = None
+        self._tried_decodes: set[Worker] = set()
+        self._out: deque[TokensEvent | Ended] = deque()
+        self._summarized = False
+        # Set when the first token ends the request: its end, whatever becomes of the decode leg.
+        self._early_end: Ended | None = None
+        # The decode server's end, held back until the prefill server has answered too.
+        self._late_end: Ended | None = None
+        # A failed load whose cause the prefill server is about to tell itself.
+        self._unexplained: BatonError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- for the orchestrator
+
+    def start(self) -> None:
+        """Opens the legs, the decode leg first. Never blocks."""
+        if self.choice.decode is not None:
+            self._open_decode(self.choice.decode)
+        if self.choice.prefill is not None:
+            self._open_prefill(self.choice.prefill)
+
+    async def next(self) -> TokensEvent | Ended:
+        """The next tokens or the end. Raises BatonError when the attempt failed."""
+        while not self._out:
+            leg, payload = await self._mailbox.get()
+            try:
+                self._take(leg, payload)
+            except BatonError as error:
+                if error.breach and leg is not None:
+                    self._context.metrics.inc("baton_contract_breaches_total", kind=error.breach)
+                    self.blamed.add(leg.worker)
+                    leg.end(error)
+                raise
+        return self._out.popleft()
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the attempt from outside: `next()` raises `error`."""
+        self._mailbox.put((None, error))
+
+    def close(self, cause: BatonError | None) -> None:
+        """Gives up what is still open, because of `cause`, and frees what is staged. Idempotent, never blocks.
+
+        Without a cause the request was served; at most an answer that nobody waits for is still open then.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        source = abort_source(cause) if cause is not None else "peer"
+        code = cause.code if cause is not None else ErrorCode.CANCELLED
+        prefill, decode = self._prefill, self._decode
+        loaded = decode is not None and decode.loaded
+        if decode is not None and not decode.ended_by_server:
+            self._give_up(decode, code, source)
+        if prefill is not None:
+            staged = prefill.answered and prefill.hold_kv and not loaded
+            if staged or not prefill.ended_by_server:
+                self._give_up(prefill, code, source)
+
+    def uses(self, worker: Worker) -> bool:
+        """Whether a leg is open on `worker`."""
+        return any(leg is not None and not leg.ended and leg.worker is worker for leg in (self._prefill, self._decode))
+
+    def lost(self, worker: Worker) -> None:
+        """`worker` does not answer any more."""
+        leg = next((g for g in (self._prefill, self._decode) if g is not None and g.worker is worker), None)
+        if leg is not None and not leg.ended:
+            self._mailbox.put((leg, self._silent(leg)))
+
+    def check(self, now: float) -> None:
+        """Looks for silence; called every fraction of a second."""
+        limits = self._context.limits
+        for leg in (self._prefill, self._decode):
+            if leg is None or leg.ended:
+                continue
+            if leg.silent_s(now) > limits.silence_s and leg.worker.silence_s() > limits.silence_s:
+                self._context.registry.suspect(leg.worker)
+        decode = self._decode
+        if decode is None or decode.ended:
+            return
+        unreserved = not (decode.local or decode.reserved) and now - decode.began > limits.reserve_s
+        if unreserved or (decode.generating and decode.silent_s(now) > limits.inactivity_s):
+            self._mailbox.put((decode, self._silent(decode)))
+
+    # -- legs
+
+    def _input(self, worker: Worker) -> common_pb2.GenerateInput:
+        return wire.generate_input(self._request, self.key, self._sampling, self._emitted, worker)
+
+    def _metadata(self) -> RpcMetadata:
+        request = self._request
+        metadata = [("x-request-id", request.request_id)]
+        if request.traceparent:
+            metadata.append(("traceparent", request.traceparent))
+            if request.tracestate:
+                metadata.append(("tracestate", request.tracestate))
+        return metadata
+
+    def _open_decode(self, worker: Worker) -> None:
+        message = decode_pb2.DecodeRequest(input=self._input(worker))
+        if self.choice.prefill is None:
+            message.local_prefill.SetInParent()
+        else:
+            message.kv_source.CopyFrom(wire.kv_source(self.choice.prefill))
+        self._tried_decodes.add(worker)
+        context = self._context
+        self._decode = DecodeLeg(
+            message,
+            worker,
+            self.key,
+            pool=context.pool,
+            tasks=context.tasks,
+            mailbox=self._mailbox,
+            deadline=self._request.deadline,
+            max_rpc_s=context.limits.max_rpc_s,
+            metadata=self._metadata(),
+            clock=context.clock,
+        )
+
+    def _open_prefill(self, worker: Worker) -> None:
+        hold_kv = self.choice.decode is not None
+        message = prefill_pb2.PrefillRequest(input=self._input(worker), hold_kv=hold_kv)
+        context = self._context
+        self._prefill = PrefillLeg(
+            message,
+            worker,
+            self.key,
+            pool=context.pool,
+            tasks=context.tasks,
+            mailbox=self._mailbox,
+            deadline=self._request.deadline,
+            max_rpc_s=context.limits.max_rpc_s,
+            metadata=self._metadata(),
+            clock=context.clock,
+        )
+
+    def _give_up(self, leg: Leg, code: ErrorCode, source: AbortSource) -> None:
+        leg.close()
+        self._context.aborts.send(leg.role, leg.worker.address, leg.key, code, source)
+
+    def _silent(self, leg: Leg) -> BatonError:
+        return BatonError(
+            ErrorCode.KEEP_ALIVE_TIMEOUT,
+            f"the {leg.role} server was silent for too long",
+            metadata={"peer": leg.worker.address, "leg": leg.role},
+        )
+
+    def _after(self, seconds: float) -> None:
+        """Wakes `next()` after a grace period; at most one runs at a time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._mailbox.put, (None, END))
+
+    # -- news
+
+    def _take(self, leg: Leg | None, payload: Payload) -> None:
+        if leg is None:
+            if isinstance(payload, BatonError):
+                raise payload
+            self._grace_over()
+        elif leg.ended:
+            pass  # a letter that crossed with the leg's end, or of a decode leg that was replaced
+        elif isinstance(payload, BatonError):
+            self._leg_failed(leg, payload)
+        elif isinstance(payload, prefill_pb2.PrefillResponse):
+            self._answered(payload)
+        elif isinstance(payload, decode_pb2.DecodeEvent):
+            self._decode_event(payload)
+        else:
+            self._leg_failed(leg, breach("a decode stream that ended without its Finished event"))
+
+    def _answered(self, response: prefill_pb2.PrefillResponse) -> None:
+        leg = self._prefill
+        assert leg is not None
+        if not response.HasField("result"):
+            self._leg_failed(leg, breach("an answer without a prefill result"))
+            return
+        leg.answered = True
+        leg.end(None)
+        self._leg_stage("prefill", leg)
+        for stage, seconds in response.timeline.stages.items():
+            self.timeline[f"prefill.{stage}"] = seconds
+        if self._unexplained is not None:
+            raise self._unexplained
+        self._prompt_computed(response.result)
+        if self._late_end is not None:
+            self._out.append(self._late_end)
+        elif self._decode is None:
+            result = response.result
+            reason = wire.finish_reason(result.finish_reason)
+            if reason is None:
+                raise breach("an only token that does not end its request")
+            self._out.append(Ended(reason, _stop_token(result)))
+        elif self._early_end is not None:
+            if self._decode.ended:
+                self._out.append(self._early_end)
+            else:
+                self._after(FINISH_GRACE_S)
+
+    def _decode_event(self, event: decode_pb2.DecodeEvent) -> None:
+        leg = self._decode
+        assert leg is not None
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            leg.generating = True
+            if self.choice.prefill is None and not self._summarized:
+                if not event.tokens.HasField("prefill"):
+                    raise breach("a first token without its prefill result")
+                self._summarize(event.tokens.prefill, event.tokens.tokens)
+            else:
+                self._emit(self._merge.add(event.tokens.tokens))
+        elif kind == "reserved":
+            leg.reserved = True
+            self._leg_stage("reserve", leg)
+        elif kind == "loaded":
+            leg.mark_loaded()
+            leg.generating = True
+            self._prompt_computed(event.loaded.prefill)
+        elif kind == "finished":
+            self._finished(leg, event.finished)
+        else:
+            raise breach("an empty event on a decode stream", kind="absent_field")
+
+    def _finished(self, leg: DecodeLeg, finished: decode_pb2.Finished) -> None:
+        leg.ended_by_server = True
+        leg.mark_loaded()
+        leg.end(None)
+        for stage, seconds in finished.timeline.stages.items():
+            self.timeline[f"decode.{stage}"] = seconds
+        reason = wire.finish_reason(finished.finish_reason)
+        if reason is None or not self._merge.complete:
+            raise breach("a stream that finished without a reason or with tokens missing")
+        end = Ended(reason, _stop_token(finished), finished.preemptions)
+        if self._prefill is None or self._prefill.ended:
+            self._out.append(end)
+        else:
+            self._late_end = end
+            self._after(ANSWER_GRACE_S)
+
+    def _leg_failed(self, leg: Leg, error: BatonError) -> None:
+        if leg is self._prefill:
+            self._prefill_failed(leg, error)
+        else:
+            self._decode_failed(error)
+
+    def _prefill_failed(self, leg: Leg, error: BatonError) -> None:
+        leg.end(error)
+        self._context.registry.note_failure(leg.worker, error)
+        if self._late_end is not None:
+            self._out.append(self._late_end)
+        elif self._decode is None or not self._decode.loaded:
+            self.blamed.add(leg.worker)
+            raise error
+
+    def _decode_failed(self, error: BatonError) -> None:
+        leg, prefill = self._decode, self._prefill
+        assert leg is not None
+        cause = _cause_of(error)
+        theirs = cause in _PREFILL_CAUSES and prefill is not None
+        leg.end(error, blamed=not theirs)
+        self._context.registry.note_failure(leg.worker, error)
+        if self._early_end is not None:
+            self._out.append(self._early_end)
+            return
+        if error.code is ErrorCode.DECODE_MALLOC_FAILED and prefill is not None and not leg.reserved:
+            other = self._context.chooser.another_decode(prefill.worker, self._request, self._tried_decodes)
+            if other is not None and self._may_redirect(error):
+                self._open_decode(other)
+                self._on_redirect(other)
+                return
+        self.blamed.add(leg.worker)
+        if theirs and prefill is not None:
+            self.blamed = {prefill.worker}
+            if cause is ErrorCode.PEER_RESTARTED:
+                self._context.registry.note_failure(prefill.worker, BatonError(cause))
+            else:
+                self._context.registry.suspect(prefill.worker)
+        if cause is not None and int(cause) not in _TRANSFER_CAUSES and prefill is not None and not prefill.ended:
+            self._unexplained = error
+            self._after(CAUSE_GRACE_S)
+            return
+        raise error
+
+    def _grace_over(self) -> None:
+        if self._late_end is not None:
+            self._out.append(self._late_end)
+        elif self._unexplained is not None:
+            raise self._unexplained
+        elif self._early_end is not None:
+            self._out.append(self._early_end)
+
+    # -- tokens
+
+    def _prompt_computed(self, result: common_pb2.PrefillResult) -> None:
+        """The prompt's result, from whichever server says it first; the second time it changes nothing."""
+        if not result.HasField("first_token"):
+            raise breach("a prefill result without its token")
+        reason = wire.finish_reason(result.finish_reason)
+        if reason is not None and self._decode is not None:
+            self._early_end = Ended(reason, _stop_token(result))
+        if self._summarized:
+            self._emit(self._merge.add([result.first_token]))
+        else:
+            self._summarize(result, [result.first_token])
+
+    def _summarize(self, result: common_pb2.PrefillResult, tokens: Iterable[common_pb2.TokenOutput]) -> None:
+        if not result.HasField("cached_tokens"):
+            raise breach("a prefill result without its cached tokens", kind="absent_field")
+        self._summarized = True
+        summary = PrefillSummary(
+            # After a fail-over tokens of the answer are part of what is computed, and may be cached as well.
+            cached_tokens=min(result.cached_tokens, len(self._request.prompt_token_ids)),
+            prefill_cuda_graph_status=result.prefill_cuda_graph_status or "not_requested",
+            path=self.choice.path,
+            prompt_logprobs=to_prompt_logprobs(result.prompt_logprobs),
+        )
+        ready = self._merge.add(tokens)
+        if ready:
+            self._out.append(TokensEvent(ready, summary))
+
+    def _emit(self, ready: list[Token]) -> None:
+        if ready:
+            self._out.append(TokensEvent(ready))
+
+    def _leg_stage(self, stage: str, leg: Leg) -> None:
+        seconds = max(0.0, self._context.clock() - leg.began)
+        self.timeline[f"router.{stage}"] = seconds
+        self._context.metrics.observe("baton_stage_seconds", seconds, stage=stage)
+
+
+def _stop_token(message: common_pb2.PrefillResult | decode_pb2.Finished) -> int | None:
+    return message.stop_token_id if message.HasField("stop_token_id") else None
+
+
+def _cause_of(error: BatonError) -> ErrorCode | None:
+    """The code behind a failed load."""
+    if error.code is not ErrorCode.LOAD_KV_CACHE_FAILED:
+        return None
+    try:
+        return ErrorCode(int(error.metadata.get("cause_code", "")))
+    except ValueError:
+        return None

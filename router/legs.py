@@ -1,0 +1,301 @@
+"""The two calls that serve a request: `Prefill.Prefill` and `Decode.Decode`, and the aborts that end them early.
+
+A leg is complete only by its own terminal status. Whoever gives one up closes it: the call is cancelled and an
+`Abort` follows on its own, so that nothing stays staged or reserved however the call itself fared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import grpc
+import grpc.aio
+
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from router.mailbox import Mailbox
+from router.pairing import Role
+from router.worker import Worker
+from rpc.channels import ChannelPool
+from rpc.deadline import Deadline
+from rpc.errors import BatonError, ErrorCode
+from rpc.metrics import Registry as Metrics
+from rpc.server import DEADLINE_TOLERANCE_S
+from rpc.status import details_payload, from_rpc_error, parse_status
+
+AbortSource = Literal["client", "deadline", "peer", "error", "drain"]
+RpcMetadata = Sequence[tuple[str, str]]
+
+_log = logging.getLogger(__name__)
+
+
+class End:
+    """What a leg that ended in order says last."""
+
+
+END = End()
+
+Payload = prefill_pb2.PrefillResponse | decode_pb2.DecodeEvent | BatonError | End
+Letter = tuple["Leg | None", Payload]
+
+
+def abort_source(cause: BatonError) -> AbortSource:
+    """Who asked for the end of a request that failed, or was left, with `cause`."""
+    match cause.code:
+        case ErrorCode.CANCELLED:
+            return "client"
+        case ErrorCode.GENERATE_TIMEOUT:
+            return "deadline"
+        case ErrorCode.SERVER_DRAINING:
+            return "drain"
+    return "peer"
+
+
+class LegTasks:
+    """The tasks of all legs and aborts of a router: none outlives it. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, timeout_s: float) -> None:
+        """Lets aborts that are on their way arrive, then cancels what is left."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=timeout_s)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+class Aborts:
+    """Sends `Abort` to servers on tasks of its own, so that giving up never waits."""
+
+    def __init__(
+        self,
+        pool: ChannelPool,
+        metrics: Metrics,
+        tasks: LegTasks,
+        *,
+        timeout_s: float = 2.0,
+        attempts: int = 2,
+        pause_s: float = 0.2,
+    ) -> None:
+        self._pool = pool
+        self._metrics = metrics
+        self._tasks = tasks
+        self._timeout_s = timeout_s
+        self._attempts = attempts
+        self._pause_s = pause_s
+
+    def send(self, role: Role, address: str, key: str, code: ErrorCode, source: AbortSource) -> None:
+        """Never blocks. A server that is gone needs no abort; one that cannot be reached has its lease and deadline."""
+        self._metrics.inc("baton_aborts_total", leg=role, source=source)
+        self._tasks.spawn(self._send(role, address, key, int(code), source))
+
+    async def _send(self, role: Role, address: str, key: str, code: int, source: str) -> None:
+        for attempt in range(self._attempts):
+            if attempt:
+                await asyncio.sleep(self._pause_s)
+            try:
+                channel = self._pool.get(address)
+                if role == "prefill":
+                    await prefill_pb2_grpc.PrefillStub(channel).Abort(
+                        prefill_pb2.PrefillAbortRequest(request_key=key, code=code, source=source),
+                        timeout=self._timeout_s,
+                    )
+                else:
+                    await decode_pb2_grpc.DecodeStub(channel).Abort(
+                        decode_pb2.DecodeAbortRequest(request_key=key, code=code, source=source),
+                        timeout=self._timeout_s,
+                    )
+                return
+            except grpc.RpcError as exc:
+                self._pool.check(address)
+                _log.debug("abort of %s at %s failed: %s", key, address, exc)
+            except BatonError as error:  # the pool is closed
+                _log.debug("abort of %s not sent: %s", key, error)
+                return
+
+
+class Leg:
+    """One call to one server. Its news go to the mailbox as `(leg, payload)`; the last is END, an answer or an error.
+
+    `ended` is set by whoever takes the last letter out (`end`); until then the leg has to be closed.
+    """
+
+    role: Role
+
+    def __init__(
+        self,
+        worker: Worker,
+        key: str,
+        *,
+        pool: ChannelPool,
+        tasks: LegTasks,
+        mailbox: Mailbox[Letter],
+        deadline: Deadline,
+        max_rpc_s: float | None,
+        metadata: RpcMetadata,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker = worker
+        self.key = key
+        self.began = clock()
+        self.last_event = self.began
+        # The server itself ended it: there is nothing left to abort there.
+        self.ended_by_server = False
+        self.ended = False
+        self._pool = pool
+        self._deadline = deadline
+        self._mailbox = mailbox
+        self._clock = clock
+        self._closed = False
+        self._loaded = False
+        self._guard = worker.enter()
+        self.worker.breaker.begin()
+        try:
+            self._connection = pool.connection(worker.address)
+            self._call = self._open(self._connection.channel, deadline.timeout(max_rpc_s), metadata)
+        except BaseException:
+            self._guard.release()
+            raise
+        self._task = tasks.spawn(self._run())
+
+    def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
+        raise NotImplementedError
+
+    async def _read(self) -> None:
+        raise NotImplementedError
+
+    async def _run(self) -> None:
+        try:
+            await self._read()
+        except asyncio.CancelledError:
+            if not self._closed:
+                # Nobody here cancelled the call, so the loop is ending.
+                self._mailbox.put((self, BatonError(ErrorCode.CANCELLED, "the router is shutting down")))
+            raise
+        except grpc.RpcError as exc:
+            self._mailbox.put((self, self._typed(exc)))
+        except Exception as exc:
+            _log.exception("reading the %s leg of %s failed", self.role, self.key)
+            error = BatonError(ErrorCode.UNKNOWN_ERROR, metadata={"exception": type(exc).__name__})
+            self._mailbox.put((self, error))
+
+    def _typed(self, exc: grpc.RpcError) -> BatonError:
+        self._pool.check(self.worker.address)
+        self.ended_by_server = parse_status(_details(exc)) is not None
+        error = from_rpc_error(
+            exc,
+            leg=self.role,
+            deadline_passed=self._deadline.remaining() <= DEADLINE_TOLERANCE_S,
+            was_ready=self._connection.was_ready(),
+            loaded=self._loaded,
+        )
+        if error.code is ErrorCode.CANCELLED and not self.ended_by_server:
+            # The router did not ask for it: the server's process cut its calls.
+            message = f"the {self.role} server gave the request up"
+            error = BatonError(ErrorCode.CONNECTION_RESET_BY_PEER, message, metadata=error.metadata)
+        return error.with_context(peer=self.worker.address, leg=self.role)
+
+    def end(self, error: BatonError | None, *, blamed: bool = True) -> None:
+        """The leg ended, in order or with `error`; `blamed` False when the failure was another server's doing."""
+        if self.ended:
+            return
+        self.ended = True
+        self._guard.release()
+        breaker = self.worker.breaker
+        if error is None:
+            breaker.success()
+        elif blamed and error.spec.breaker:
+            breaker.failure()
+        else:
+            breaker.neutral()
+
+    def close(self) -> None:
+        """Gives the call up at once. Idempotent."""
+        self._closed = True
+        self._call.cancel()
+        self._task.cancel()
+        if not self.ended:
+            self.ended = True
+            self._guard.release()
+            self.worker.breaker.neutral()
+
+    def silent_s(self, now: float) -> float:
+        return now - self.last_event
+
+
+def _details(exc: grpc.RpcError) -> bytes | None:
+    metadata_of = getattr(exc, "trailing_metadata", None)
+    return details_payload(metadata_of() if callable(metadata_of) else None)
+
+
+class PrefillLeg(Leg):
+    """`Prefill.Prefill`: one answer. `hold_kv`: the prompt's KV stays staged there after it."""
+
+    role: Role = "prefill"
+
+    def __init__(self, request: prefill_pb2.PrefillRequest, worker: Worker, key: str, **common: Any) -> None:
+        self.hold_kv = request.hold_kv
+        self.answered = False
+        self._request = request
+        super().__init__(worker, key, **common)
+
+    def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
+        stub = prefill_pb2_grpc.PrefillStub(channel)
+        return stub.Prefill(self._request, timeout=timeout_s, metadata=tuple(metadata))
+
+    async def _read(self) -> None:
+        response = await self._call
+        self.last_event = self._clock()
+        self.worker.heard()
+        self.ended_by_server = True
+        self._mailbox.put((self, response))
+
+
+class DecodeLeg(Leg):
+    """`Decode.Decode`: a stream of events. Not read, it is held back by flow control."""
+
+    role: Role = "decode"
+
+    def __init__(self, request: decode_pb2.DecodeRequest, worker: Worker, key: str, **common: Any) -> None:
+        self.local = request.HasField("local_prefill")
+        self.reserved = False
+        self.generating = False
+        self._request = request
+        super().__init__(worker, key, **common)
+
+    @property
+    def loaded(self) -> bool:
+        """The KV is complete on the decode server: the prefill server is needed no more."""
+        return self._loaded
+
+    def mark_loaded(self) -> None:
+        self._loaded = True
+
+    def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        return stub.Decode(self._request, timeout=timeout_s, metadata=tuple(metadata))
+
+    async def _read(self) -> None:
+        mailbox, worker, clock = self._mailbox, self.worker, self._clock
+        async for event in self._call:
+            self.last_event = clock()
+            worker.heard()
+            mailbox.put((self, event))
+            await mailbox.room()
+        self.ended_by_server = True
+        mailbox.put((self, END))
