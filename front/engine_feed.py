@@ -5,6 +5,7 @@ prefix cache.
 from __future__ import annotations
 
 import logging
+
 from engine.messages import EngineReady, EngineStats, StepMessage
 from front.kv_index import KvIndex
 from front.reception import Reception

@@ -325,10 +325,12 @@ class RequestScope:
             self._reception.tell_engine(self.request.request_key, error.code, self.request.abort_source or "error")
         terminal = self._terminal(error, cancelled)
         held = self._held and terminal.source is Source.SUCCESS
-        if held:
-            self._context.add_done_callback(cast(Any, self._answer_done))
         self._left = True
         self._reception.left(self, held)
+        if held and cancelled:
+            self._give_up_staged()
+        elif held:
+            self._context.add_done_callback(cast(Any, self._answer_done))
         if terminal.error is not None and terminal.error is not exc and not cancelled and exc is not None:
             raise terminal.error from (None if isinstance(exc, BatonError | asyncio.CancelledError) else exc)
 
@@ -397,9 +399,14 @@ class RequestScope:
         return request.end(classify(error, finish_reason, cancelled))
 
     def _answer_done(self, context: Context) -> None:
-        """The answer's RPC is over. Nobody will load what was staged for a caller that left before it."""
+        # `cancelled()` of a servicer context stays False in grpcio 1.85; an answer that was not sent is not `done()`.
+        if not context.done():
+            self._give_up_staged()
+
+    def _give_up_staged(self) -> None:
+        """Nobody will load what was staged for a caller that left before its answer."""
         request = self.request
-        if context.cancelled() and self._reception.table.is_open(request):
+        if self._reception.table.is_open(request):
             self._reception.abort(request.request_key, BatonError(ErrorCode.CANCELLED), "client")
 
 
