@@ -114,6 +114,11 @@ def disarm() -> None:
         _armed.clear()
 
 
+def armed() -> bool:
+    """Whether any fault is armed, for code that would otherwise have to ask for every item of a batch."""
+    return bool(_armed)
+
+
 def fired(name: str) -> int:
     """How often the actions of fault point `name` have run."""
     with _lock:
