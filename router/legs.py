@@ -170,6 +170,7 @@ class Leg:
             self._call = self._open(self._connection.channel, deadline.timeout(max_rpc_s), metadata)
         except BaseException:
             self._guard.release()
+            self.worker.breaker.neutral()
             raise
         self._task = tasks.spawn(self._run())
 

@@ -32,6 +32,15 @@ from rpc.metrics import Registry
 from rpc.stages import ROUTER_STAGES, StageClock
 from rpc.tombstones import Tombstones
 
+# validate and tokenize are the surface's, the rest is the orchestrator's.
+_SURFACE_STAGES = 2
+_SERVING_STAGES = ROUTER_STAGES[_SURFACE_STAGES:]
+_ABORT_SOURCES = {
+    ErrorCode.CANCELLED: "client",
+    ErrorCode.GENERATE_TIMEOUT: "deadline",
+    ErrorCode.SERVER_DRAINING: "drain",
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -91,6 +100,7 @@ class OpenRequest:
         self.timeline: dict[str, float] = {}
         self.outcome: FinishReason | None = None
         self.error: BatonError | None = None
+        self.was_open = False
         self._clock_taken = False
         self._writing: dict[int, _Writing] = {}
         self._stop: BatonError | None = None
@@ -134,10 +144,13 @@ class OpenRequest:
     # -- for the orchestrator
 
     def take_clock(self) -> StageClock:
-        """The request's stage clock for its first choice; a clock of their own for further ones."""
+        """The clock of one choice, standing before `queue`: the request's own for the first one."""
         if self._clock_taken:
-            return StageClock(ROUTER_STAGES)
+            return StageClock(_SERVING_STAGES)
         self._clock_taken = True
+        if self.clock.stage != ROUTER_STAGES[_SURFACE_STAGES - 1]:
+            # Opened by a caller that has nothing to validate or to tokenize.
+            self.clock = StageClock(_SERVING_STAGES)
         return self.clock
 
     @property
@@ -238,6 +251,7 @@ class OpenRequests:
             self._account(request)
             raise refusal
         self._open[request_id] = request
+        request.was_open = True
         self.work.set(len(self._open))
         return request
 
@@ -313,6 +327,9 @@ class OpenRequests:
         if error is not None:
             code = error.code.name
             metrics.inc("baton_request_errors_total", model_name=model, api=api, code=code, phase=phase)
+        ended_by = request.stopped or error
+        if ended_by is not None and ended_by.code in _ABORT_SOURCES and request.was_open:
+            metrics.inc("baton_aborts_total", leg="router", source=_ABORT_SOURCES[ended_by.code])
         for stage, seconds in request.clock.seconds().items():
             metrics.observe("baton_stage_seconds", seconds, stage=stage)
         if request.prompt_tokens and error is None:
