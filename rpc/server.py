@@ -81,7 +81,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(handler_call_details.method).lstrip("/")
         if handler.request_streaming:
-            return cast(grpc.RpcMethodHandler[Any, Any], handler)
+            return cast("grpc.RpcMethodHandler[Any, Any]", handler)  # the class cannot be subscripted at run time
         if handler.response_streaming:
             body = handler.unary_stream
             writes_itself = inspect.iscoroutinefunction(body)
