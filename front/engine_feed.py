@@ -9,6 +9,7 @@ import logging
 from engine.messages import EngineReady, EngineStats, StepMessage
 from front.kv_index import KvIndex
 from front.reception import Reception
+from front.transfer_health import TransferHealth
 from front.wire import ledger_imbalance
 from rpc.metrics import Registry
 
@@ -31,12 +32,14 @@ class EngineFeed:
         metrics: Registry,
         reception: Reception,
         kv_index: KvIndex,
+        transfers: TransferHealth,
     ) -> None:
         self._rank = str(rank)
         self._model_name = model_name
         self._metrics = metrics
         self._reception = reception
         self._kv_index = kv_index
+        self._transfers = transfers
 
     def came_up(self, ready: EngineReady) -> None:
         """Facts of the engine, as metrics."""
@@ -62,6 +65,7 @@ class EngineFeed:
     def on_step(self, step: StepMessage) -> None:
         try:
             self._metrics.apply(step.observations)
+            self._transfers.note(step.observations)
             for end in step.staged_ends:
                 self._reception.staged_end(end)
             if step.kv_events:

@@ -28,6 +28,7 @@ from front.kv_index import KvIndex
 from front.reception import Reception
 from front.settings import FrontSettings
 from front.status_board import StatusBoard
+from front.transfer_health import TransferHealth
 from front.wire import ledger_page
 from front.worker_service import WorkerFacts, WorkerService, fill_status
 from protos import worker_pb2, worker_pb2_grpc
@@ -42,6 +43,7 @@ from rpc.version import revision, version
 WORKER_SERVICE = "baton.v1.Worker"
 ENGINE_STOP_S = 2.0
 RPC_STOP_S = 1.0
+HEALTH_INTERVAL_S = 1.0
 # What a second signal leaves for each step; the process is ended after 2 s whatever happens.
 FAST_RPC_STOP_S = 0.5
 FAST_ENGINE_STOP_S = 0.3
@@ -102,6 +104,7 @@ class FrontServer:
             changed=self._state_changed,
         )
         self.kv_index = KvIndex()
+        self.transfers = TransferHealth()
         self.board = StatusBoard(self._fill_status)
         self.feed = EngineFeed(
             rank=0,
@@ -109,6 +112,7 @@ class FrontServer:
             metrics=self.metrics,
             reception=self.reception,
             kv_index=self.kv_index,
+            transfers=self.transfers,
         )
         self.engine.client.on_step = self.feed.on_step
         self.grpc = GrpcServer(self.metrics, max_rpc_s=settings.max_rpc_timeout_s)
@@ -141,6 +145,8 @@ class FrontServer:
             found.append("the engine is dead")
         if self.drain.state is not DrainState.SERVING:
             found.append("draining")
+        if self.transfers.failing:
+            found.append("transfers of KV keep failing")
         return found
 
     def grpc_address(self) -> str:
@@ -357,7 +363,8 @@ class FrontServer:
         self.board.notify()
 
     async def _publish_health(self) -> None:
-        """Keeps `grpc.health.v1` equal to readiness, at once after each change."""
+        """Keeps `grpc.health.v1` and the pushed status equal to readiness: at once after each change of state, and
+        within HEALTH_INTERVAL_S for what changes with time alone."""
         serving = False
         while True:
             self._changed.clear()
@@ -365,7 +372,10 @@ class FrontServer:
             if ready is not serving:
                 serving = ready
                 await self.grpc.set_serving(serving)
-            await self._changed.wait()
+                self.board.notify()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                    await self._changed.wait()
 
 
 def _draining() -> BatonError:
