@@ -145,6 +145,8 @@ class Attempt:
         self._tried_decodes: set[Worker] = set()
         self._out: deque[TokensEvent | Ended] = deque()
         self._summarized = False
+        # When the prompt's token came; None again once the next one has come.
+        self._first_token_at: float | None = None
         # Set when the first token ends the request: its end, whatever becomes of the decode leg.
         self._early_end: Ended | None = None
         # The decode server's end, held back until the prefill server has answered too.
@@ -347,6 +349,7 @@ class Attempt:
         kind = event.WhichOneof("event")
         if kind == "tokens":
             leg.generating = True
+            self._note_first_decode_token(event.tokens)
             if self.choice.prefill is None and not self._summarized:
                 if not event.tokens.HasField("prefill"):
                     raise breach("a first token without its prefill result")
@@ -451,6 +454,7 @@ class Attempt:
         if not result.HasField("cached_tokens"):
             raise breach("a prefill result without its cached tokens", kind="absent_field")
         self._summarized = True
+        self._first_token_at = self._context.clock()
         summary = PrefillSummary(
             # After a fail-over tokens of the answer are part of what is computed, and may be cached as well.
             cached_tokens=min(result.cached_tokens, len(self._request.prompt_token_ids)),
@@ -465,6 +469,13 @@ class Attempt:
     def _emit(self, ready: list[Token]) -> None:
         if ready:
             self._out.append(TokensEvent(ready))
+
+    def _note_first_decode_token(self, message: decode_pb2.Tokens) -> None:
+        """Books the time from the prompt's token to the first one after it, on this router's clock."""
+        first = len(self._emitted)
+        if self._first_token_at is not None and any(token.index > first for token in message.tokens):
+            self.timeline["router.first_decode_token"] = self._context.clock() - self._first_token_at
+            self._first_token_at = None
 
     def _leg_stage(self, stage: str, leg: Leg) -> None:
         seconds = max(0.0, self._context.clock() - leg.began)
