@@ -1,13 +1,21 @@
 """The cache-store agent of one engine rank: it serves the KV that its engine staged, and pulls what it needs.
 
-All sockets and all state live on the agent's own thread, an asyncio loop. The methods of `CacheStoreAgent` may be called
-from any thread, never block, and never raise for what happens on the network: news come as events.
+All sockets and all state live on the agent's own thread, an asyncio loop. The methods of `CacheStoreAgent` may be
+called from any thread, never block, and never raise for what happens on the network: news come as events.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from cache_store.events import (
     AgentEvent,
@@ -19,10 +27,20 @@ from cache_store.events import (
     Observation,
 )
 from cache_store.layout import AgentIdentity, GroupLayout
+from cache_store.lease import LeaseTable
+from cache_store.observations import TRANSPORT, ObservationBuffer
+from cache_store.parking import ParkingTable
+from cache_store.peers import PeerState
 from cache_store.pool import KvPool
+from cache_store.puller import Puller, abort_source
+from cache_store.service import CacheStoreService
 from cache_store.settings import AgentSettings
+from cache_store.wire import SERVICE
 from protos import common_pb2
-from rpc.errors import BatonError
+from rpc.channels import bulk_server_options
+from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault
+from rpc.server import GrpcServer, join_address
 
 __all__ = [
     "AgentEvent",
@@ -38,6 +56,12 @@ __all__ = [
     "Observation",
 ]
 
+START_TIMEOUT_S = 10.0
+SHUTDOWN_GRACE_S = 0.5
+MAX_WAITING_PER_SLOT = 64  # commands of the engine not yet taken up, per place of queue_size
+
+_log = logging.getLogger(__name__)
+
 
 class CacheStoreAgent:
     """One per engine rank. `wake` is called on the agent's thread after an event was queued; it must not block."""
@@ -51,15 +75,68 @@ class CacheStoreAgent:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        raise NotImplementedError
+        self.identity = identity
+        self.settings = settings
+        self._pool = pool
+        self._wake = wake
+        self._clock = clock
+        self._observations = ObservationBuffer()
+        self._events: deque[AgentEvent] = deque()
+        self._lock = threading.Lock()
+        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._drain_due = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = asyncio.Event()
+        observe = self._observations.observe
+        self._table = LeaseTable(
+            identity.groups,
+            lease_seconds=settings.lease_seconds,
+            load_stall_s=settings.load_stall_timeout_s,
+            remember_s=settings.tombstone_s,
+            max_remembered=settings.remembered_keys,
+            clock=clock,
+            observe=observe,
+        )
+        self._parking = ParkingTable(
+            settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock
+        )
+        self._service = CacheStoreService(
+            identity, pool, settings, self._table, self._parking, observe, self._changed, clock
+        )
+        self._puller: Puller | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life
 
     def start(self, host: str, port: int) -> str:
-        """Listens and returns the bound "host:port" (port 0: any free one). A port in use is CONNECT_FAILED naming it."""
-        raise NotImplementedError
+        """Listens and returns the bound "host:port" (port 0: any free one). CONNECT_FAILED names a port in use."""
+        if self._thread is not None:
+            raise RuntimeError("an agent is started once")
+        started: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._thread_main, args=(host, port, started), name="cache-store", daemon=True
+        )
+        self._thread.start()
+        try:
+            return join_address(host, started.result(START_TIMEOUT_S))
+        except TimeoutError:
+            raise BatonError(
+                ErrorCode.CONNECT_FAILED, f"the cache store did not listen on {host}:{port} in time"
+            ) from None
 
     def close(self, timeout_s: float) -> None:
-        """Stops serving; open loads end with SERVER_DRAINING. Returns when the thread has ended, at most `timeout_s`."""
-        raise NotImplementedError
+        """Stops serving; open loads end with SERVER_DRAINING. Waits for the thread to end, `timeout_s` at the most."""
+        thread = self._thread
+        if thread is None:
+            return
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed already
+                loop.call_soon_threadsafe(self._closing.set)
+        thread.join(timeout_s)
+        if thread.is_alive():
+            _log.warning("the cache store's thread is still busy after %.1f s", timeout_s)
 
     # ---- prefill side
 
@@ -75,33 +152,40 @@ class CacheStoreAgent:
 
         The first `ready_blocks` are readable at all layers (prefix hits). One LeaseEnded follows, sooner or later.
         """
-        raise NotImplementedError
+        own = {tag: list(ids) for tag, ids in blocks.items()}
+        self._post(self._do_admit, request_key, generation, prompt_tokens, own, ready_blocks)
 
     def publish(self, request_key: str, group: str, layer: int, upto_block: int) -> None:
-        """Blocks [0, upto_block) of that layer are final. Ignored when the lease has ended."""
-        raise NotImplementedError
+        """Blocks [0, upto_block) of that layer are final. Ignored when the lease has ended.
+
+        When the agent is too far behind, the request fails with CACHE_STORE_PUSH_ITEM_FAILED instead of waiting.
+        """
+        if self._full():
+            self._post(self._do_fail, request_key, _queue_full())
+        else:
+            self._post(self._do_publish, request_key, group, layer, upto_block, self._clock())
 
     def computed(self, request_key: str, result: common_pb2.PrefillResult, hold: bool) -> None:
         """Every prompt block was published. The lease clock starts; without `hold` the lease ends with its readers."""
-        raise NotImplementedError
+        self._post(self._do_computed, request_key, result, hold, self._clock())
 
     def fail(self, request_key: str, error: BatonError) -> None:
         """The request failed or was aborted: open, parked and later loads of the key end with `error`."""
-        raise NotImplementedError
+        self._post(self._do_fail, request_key, error)
 
     def tombstone(self, request_key: str) -> None:
         """An abort of a key that the engine does not know: its load is REQUEST_TOMBSTONED."""
-        raise NotImplementedError
+        self._post(self._do_tombstone, request_key)
 
     # ---- decode side
 
     def keep_alive(self, request_key: str, source: KvSourceRef) -> None:
         """The request is queued here: renews its lease on P until `load`, `cancel_load` or `forget`."""
-        raise NotImplementedError
+        self._post(self._do_keep_alive, request_key, source)
 
     def forget(self, request_key: str) -> None:
         """Ends `keep_alive` without a word to P: another decode server may still load the key."""
-        raise NotImplementedError
+        self._post(self._do_forget, request_key)
 
     def load(
         self,
@@ -114,26 +198,276 @@ class CacheStoreAgent:
     ) -> None:
         """Pulls blocks into the pool: per group the first block's index in the request and the physical ids here.
 
-        `deadline_s` is the time the request has left. Exactly one LoadDone or LoadFailed follows.
+        `deadline_s` is the time the request has left. Exactly one LoadDone or LoadFailed follows; a second `load` of a
+        key that is open is a mistake of the caller, which is logged and ignored.
         """
-        raise NotImplementedError
+        if self._full():
+            missing = sum(
+                len(ids) * layout.num_layers
+                for tag, (_, ids) in wanted.items()
+                if (layout := self.identity.group(tag)) is not None
+            )
+            self._emit(LoadFailed(request_key, _queue_full(), 0, missing, retriable_here=False))
+            return
+        now = self._clock()
+        deadline = math.inf if deadline_s is None else now + deadline_s
+        own = {tag: (first, list(ids)) for tag, (first, ids) in wanted.items()}
+        self._post(self._do_load, request_key, source, prompt_tokens, own, deadline, reload, now)
 
     def cancel_load(self, request_key: str, error: BatonError) -> None:
         """Gives up: P may free the KV at once. An open load ends with LoadFailed once nothing can write its blocks.
 
         For a key that is only kept alive, or whose load has failed already, no event follows.
         """
-        raise NotImplementedError
+        self._post(self._do_cancel_load, request_key, error)
 
     # ---- both
 
     def poll_events(self) -> list[AgentEvent]:
         """News since the last call, in order."""
-        raise NotImplementedError
+        events: list[AgentEvent] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                events.append(self._events.popleft())
+        return events
 
     def stats(self) -> AgentStats:
-        raise NotImplementedError
+        """State at this moment."""
+        now = self._clock()
+        holds: dict[str, float] = {}
+        staged = self._table.oldest_computed()
+        if staged is not None:
+            holds["staged"] = max(0.0, now - staged)
+        loads = 0
+        peers = dict.fromkeys(PeerState, 0)
+        if self._puller is not None:
+            loads = len(self._puller)
+            oldest = self._puller.oldest()
+            if oldest is not None:
+                holds["receiving"] = max(0.0, now - oldest)
+            peers = {state: self._puller.peers.count(state) for state in PeerState}
+        return AgentStats(
+            leases=len(self._table),
+            readers=self._table.readers(),
+            parked=len(self._parking),
+            loads=loads,
+            queue_depth=len(self._parking) + len(self._commands),
+            tombstones=self._table.tombstones,
+            peers_connected=peers[PeerState.CONNECTED],
+            peers_incompatible=peers[PeerState.INCOMPATIBLE],
+            peers_lost=peers[PeerState.LOST],
+            oldest_hold_seconds=holds,
+        )
 
     def take_observations(self) -> list[Observation]:
         """Metric news since the last call; counters are summed up."""
-        raise NotImplementedError
+        return self._observations.take()
+
+    # ---- from the engine's threads to the agent's
+
+    def _full(self) -> bool:
+        return len(self._commands) >= MAX_WAITING_PER_SLOT * self.settings.queue_size
+
+    def _post(self, command: Callable[..., None], *arguments: Any) -> None:
+        with self._lock:
+            self._commands.append((command, arguments))
+            if self._drain_due or self._loop is None:
+                return
+            self._drain_due = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the agent has ended
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        with self._lock:
+            self._drain_due = False
+        with contextlib.suppress(IndexError):
+            while True:
+                command, arguments = self._commands.popleft()
+                try:
+                    command(*arguments)
+                except Exception:  # a mistake of the caller must not stop the others' transfers
+                    _log.exception("cache store: %s failed", command.__name__)
+        self._changed()
+
+    def _emit(self, event: AgentEvent) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def _changed(self) -> None:
+        """Passes on which leases ended."""
+        for ended in self._table.take_ended():
+            self._emit(ended)
+
+    # ---- commands, on the agent's thread
+
+    def _do_admit(
+        self, key: str, generation: int, prompt_tokens: int, blocks: dict[str, list[int]], ready_blocks: int
+    ) -> None:
+        try:
+            for tag, ids in blocks.items():
+                if any(not 0 <= block < self._pool.num_blocks(tag) for block in ids):
+                    raise ValueError(f"{key}: a block of group {tag!r} is outside the pool")
+            lease = self._table.admit(key, generation, prompt_tokens, blocks, ready_blocks)
+        except (ValueError, KeyError) as error:
+            if self._table.get(key) is not None:
+                raise
+            _log.exception("cache store: admission failed")
+            failure = _store_failed(error)
+            self._table.fail(key, failure)
+            self._parking.refuse(key, failure)
+            self._emit(LeaseEnded(key, generation, "aborted", error=failure))
+            return
+        if lease is not None:
+            self._parking.admit(key)
+
+    def _do_publish(self, key: str, group: str, layer: int, upto_block: int, called_at: float) -> None:
+        try:
+            self._table.publish(key, group, layer, upto_block)
+        except ValueError as error:
+            _log.exception("cache store: publishing failed")
+            self._do_fail(key, _store_failed(error))
+            return
+        self._observations.observe(
+            "kv_publish_seconds", max(0.0, self._clock() - called_at), transport=TRANSPORT
+        )
+
+    def _do_computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float) -> None:
+        try:
+            self._table.computed(key, result, hold, called_at)
+        except ValueError as error:
+            _log.exception("cache store: publishing failed")
+            self._do_fail(key, _store_failed(error))
+
+    def _do_fail(self, key: str, error: BatonError) -> None:
+        if self._table.fail(key, error):
+            self._observations.observe("aborts_total", leg="cache_store", source=abort_source(error))
+        self._parking.refuse(key, error)
+
+    def _do_tombstone(self, key: str) -> None:
+        self._parking.refuse(key, self._table.tombstone(key))
+
+    def _do_keep_alive(self, key: str, source: KvSourceRef) -> None:
+        self._pulling.keep_alive(key, source)
+
+    def _do_forget(self, key: str) -> None:
+        self._pulling.forget(key)
+
+    def _do_load(self, *arguments: Any) -> None:
+        self._pulling.load(*arguments)
+
+    def _do_cancel_load(self, key: str, error: BatonError) -> None:
+        self._pulling.cancel_load(key, error)
+
+    @property
+    def _pulling(self) -> Puller:
+        if self._puller is None:
+            raise RuntimeError("the agent is not running")
+        return self._puller
+
+    # ---- the agent's thread
+
+    def _thread_main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.get_loop().set_exception_handler(_on_loop_exception)
+                runner.run(self._main(host, port, started))
+        except BaseException as error:
+            if not started.done():
+                started.set_exception(error)
+            _log.exception("the cache store's thread ended")
+
+    async def _main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
+        server = GrpcServer(extra=bulk_server_options())
+        server.add_service(self._service.add_to, None, SERVICE)
+        try:
+            bound = await server.start(host, port, flag="--cache-store-port")
+        except SystemExit as error:  # the one line for a start-up; the engine decides what ends with it
+            started.set_exception(BatonError(ErrorCode.CONNECT_FAILED, str(error)))
+            return
+        await server.set_serving(True)
+        async with asyncio.TaskGroup() as tasks:
+
+            def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+                task = tasks.create_task(_guarded(work))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return task
+
+            self._puller = Puller(
+                self.identity,
+                self._pool,
+                self.settings,
+                self._observations.observe,
+                self._emit,
+                spawn,
+                self._clock,
+            )
+            with self._lock:
+                self._loop = asyncio.get_running_loop()
+            started.set_result(bound)
+            self._drain()
+            await self._keep_time()
+            await self._shut_down(server)
+
+    async def _keep_time(self) -> None:
+        """Runs what is due by the clock, whether or not a request comes, until the agent closes."""
+        while not self._closing.is_set():
+            parked = self._parking.next_expiry_in()
+            wait_s = min(self._table.next_tick_in(), math.inf if parked is None else parked)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._closing.wait()
+            try:
+                self._table.tick(lambda key: not fault("cache_store.renew", key=key, side="prefill"))
+                self._parking.expire()
+                self._pulling.tick()
+                self._changed()
+            except Exception:
+                _log.exception("cache store: the clock's work failed")
+
+    async def _shut_down(self, server: GrpcServer) -> None:
+        error = BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; ask another server")
+        await server.set_serving(False)
+        self._drain()
+        self._parking.close(error)
+        self._table.close(error)
+        self._pulling.cancel_all(error)
+        self._changed()
+        await server.stop(SHUTDOWN_GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        for task in list(self._tasks):
+            task.cancel()
+        await self._pulling.peers.close()
+        self._changed()
+
+
+async def _guarded(work: Coroutine[Any, Any, None]) -> None:
+    """A failing task must not take the agent's other tasks with it."""
+    try:
+        await work
+    except Exception:
+        _log.exception("a task of the cache store failed")
+
+
+def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc.aio (1.85) wakes every loop of a process for each event; a loop that finds the byte taken by another one
+    # reports BlockingIOError. It means nothing. Goes when grpc.aio gives each loop a queue of its own.
+    if isinstance(context.get("exception"), BlockingIOError):
+        return
+    loop.default_exception_handler(context)
+
+
+def _queue_full() -> BatonError:
+    return BatonError(ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED, "the cache store's queue is full; try again later")
+
+
+def _store_failed(error: Exception) -> BatonError:
+    return BatonError(
+        ErrorCode.CACHE_STORE_STORE_FAILED,
+        "publishing the prompt's KV failed",
+        stage="publish",
+        metadata={"error": str(error)},
+    )

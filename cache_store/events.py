@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from protos import common_pb2
@@ -96,7 +95,7 @@ class AgentStats:
     peers_connected: int = 0
     peers_incompatible: int = 0
     peers_lost: int = 0
-    oldest_hold_seconds: Mapping[str, float] = MappingProxyType({})  # staged, receiving; absent when none is held
+    oldest_hold_seconds: Mapping[str, float] = field(default_factory=dict)  # staged, receiving; absent when none is held
 
     @property
     def transfers_inflight(self) -> int:

@@ -23,8 +23,11 @@ class GroupLayout:
     block_size: int  # tokens
     dtype: str  # float32, bfloat16, float16
     block_bytes: int
+    total_kv_heads: int = 0  # heads of the whole model; 0: one rank holds them all
 
     def __post_init__(self) -> None:
+        if not self.total_kv_heads:
+            object.__setattr__(self, "total_kv_heads", self.num_kv_heads)
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "block_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"cache group {self.tag!r}: {name} must be at least 1, got {getattr(self, name)}")
@@ -41,11 +44,19 @@ class GroupLayout:
 
     @classmethod
     def of(
-        cls, tag: str, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str
+        cls,
+        tag: str,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        total_kv_heads: int = 0,
     ) -> GroupLayout:
         """A layout with its block_bytes computed."""
         block_bytes = 2 * num_kv_heads * block_size * head_dim * DTYPE_BYTES.get(dtype, 1)
-        return cls(tag, num_layers, num_kv_heads, head_dim, block_size, dtype, block_bytes)
+        return cls(tag, num_layers, num_kv_heads, head_dim, block_size, dtype, block_bytes, total_kv_heads)
 
     def num_blocks(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -67,12 +78,12 @@ class GroupLayout:
         start = share * index
         return ((start, start + share), (half + start, half + start + share))
 
-    def to_proto(self, tp_size: int) -> common_pb2.KvGroup:
-        """The layout on the wire, where heads are those of the whole model (`tp_size` ranks with as many each)."""
+    def to_proto(self) -> common_pb2.KvGroup:
+        """The layout on the wire, where heads are those of the whole model."""
         return common_pb2.KvGroup(
             tag=self.tag,
             num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads * tp_size,
+            num_kv_heads=self.total_kv_heads,
             head_dim=self.head_dim,
             block_size=self.block_size,
             dtype=self.dtype,

@@ -20,6 +20,7 @@ class AgentSettings:
     queue_size: int = 1000  # parked loads in all, and engine commands not yet taken up by the agent
     parked_per_peer: int = 250  # parked loads of one connection
     connect_timeout_s: float = 1.0  # connection and handshake
+    connect_retries: int = 0  # further attempts after CACHE_STORE_LOAD_CONNECT_FAILED
     call_timeout_s: float = 5.0  # RenewLease and Release
     load_progress_timeout_s: float = 5.0  # D: longest time without a new block once P runs the request
     publish_timeout_s: float = 100.0  # P: longest wait of a load for the next publish; D: for P to run the request
@@ -35,5 +36,5 @@ class AgentSettings:
             raise ValueError(f"chunk_bytes {self.chunk_bytes} is outside [{MIN_CHUNK_BYTES}, {MAX_CHUNK_BYTES}]")
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) and value <= 0:
+            if not isinstance(value, str) and field.name != "connect_retries" and value <= 0:
                 raise ValueError(f"{field.name} must be greater than 0, got {value}")

@@ -29,7 +29,7 @@ class TorchKvPool(HostKvPool):
                     )
         buffers = {
             layout.tag: [
-                memoryview(tensor.detach().view(-1).view(torch.uint8).numpy()) for tensor in layers[layout.tag]
+                memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data) for tensor in layers[layout.tag]
             ]
             for layout in layouts
         }

@@ -1,0 +1,100 @@
+"""What two agents must share before the first load."""
+
+from __future__ import annotations
+
+from cache_store.checksum import MODES, stricter
+from cache_store.layout import AgentIdentity
+from cache_store.observations import TRANSPORT
+from cache_store.wire import out_of_range, require
+from protos import cache_store_pb2, common_pb2
+from rpc.errors import BatonError, ErrorCode
+from rpc.version import PROTOCOL_VERSION
+
+
+def make_request(identity: AgentIdentity, expected_engine_id: str, checksum: str) -> cache_store_pb2.HandshakeRequest:
+    return cache_store_pb2.HandshakeRequest(
+        protocol_version=PROTOCOL_VERSION,
+        engine_id=identity.engine_id,
+        expected_engine_id=expected_engine_id,
+        model_fingerprint=identity.model_fingerprint,
+        kv_dtype=identity.kv_dtype,
+        groups=[group.to_proto() for group in identity.groups],
+        tp_size=identity.tp_size,
+        rank=identity.rank,
+        transports=[TRANSPORT],
+        checksum=checksum,
+    )
+
+
+def restarted(expected: str, found: str) -> BatonError:
+    return BatonError(
+        ErrorCode.PEER_RESTARTED,
+        "another engine than expected answers at this address",
+        metadata={"expected_engine_id": expected, "engine_id": found},
+    )
+
+
+def _layout(group: common_pb2.KvGroup) -> str:
+    return (
+        f"layers {group.num_layers}, kv_heads {group.num_kv_heads}, head_dim {group.head_dim}, "
+        f"block_size {group.block_size}, {group.dtype}"
+    )
+
+
+def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest) -> dict[str, str]:
+    """Every fact that keeps the caller and `identity` from working as a pair: name to "caller's value / own value"."""
+    facts: dict[str, str] = {}
+
+    def compare(name: str, theirs: object, own: object) -> None:
+        if theirs != own:
+            facts[name] = f"{str(theirs)[:64]} / {str(own)[:64]}"
+
+    compare("protocol_version", request.protocol_version, PROTOCOL_VERSION)
+    compare("model_fingerprint", request.model_fingerprint, identity.model_fingerprint)
+    compare("kv_dtype", request.kv_dtype, identity.kv_dtype)
+    theirs = {group.tag: group for group in request.groups}
+    own = {group.tag: group.to_proto() for group in identity.groups}
+    compare("groups", ", ".join(sorted(theirs)), ", ".join(sorted(own)))
+    for tag in sorted(theirs.keys() & own.keys())[:16]:
+        if theirs[tag] != own[tag]:
+            facts[f"group {tag[:32]}"] = f"{_layout(theirs[tag])[:128]} / {_layout(own[tag])}"
+    if TRANSPORT not in request.transports:
+        facts["transports"] = f"{', '.join(request.transports)[:64]} / {TRANSPORT}"
+    return facts
+
+
+def answer(
+    identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest, checksum: str, lease_seconds: float
+) -> cache_store_pb2.HandshakeResponse:
+    """The response, or INVALID_PARAMS, PEER_RESTARTED, INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED, in this order."""
+    require(
+        request, "", "protocol_version", "engine_id", "expected_engine_id", "tp_size", "rank", "transports", "checksum"
+    )
+    if request.checksum not in MODES:
+        raise out_of_range("checksum", request.checksum, ", ".join(MODES))
+    if request.rank >= request.tp_size:
+        raise out_of_range("rank", request.rank, f"[0, tp_size {request.tp_size})")
+    if request.expected_engine_id != identity.engine_id:
+        raise restarted(request.expected_engine_id, identity.engine_id)
+    facts = differing_facts(identity, request)
+    if facts:
+        raise BatonError(
+            ErrorCode.INCOMPATIBLE_PEER,
+            f"the two servers differ in {', '.join(facts)}; pair servers of one model, block size and version",
+            metadata=facts,
+        )
+    large, small = max(request.tp_size, identity.tp_size), min(request.tp_size, identity.tp_size)
+    if large % small:
+        raise BatonError(
+            ErrorCode.ASYMMETRIC_TP_FAILED,
+            "the tensor-parallel sizes of the two servers do not divide; choose sizes of which one divides the other",
+            metadata={"tp_size": f"{request.tp_size} / {identity.tp_size}"},
+        )
+    return cache_store_pb2.HandshakeResponse(
+        engine_id=identity.engine_id,
+        tp_size=identity.tp_size,
+        rank=identity.rank,
+        transport=TRANSPORT,
+        checksum=stricter(request.checksum, checksum),
+        lease_seconds=lease_seconds,
+    )

@@ -1,0 +1,285 @@
+"""D's end of one load: what is still missing, how it may end, and until when to wait. Pure, with an injected clock.
+
+States are those of docs/protocol.md, section "Load". Completion is by identity: a load is complete when every wanted
+(group, layer, block) arrived once and the result of the prefill is there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NoReturn
+
+from cache_store import checksum
+from cache_store.events import Timeline
+from cache_store.layout import GroupLayout
+from cache_store.observations import TRANSPORT, Observe, ignore
+from protos import cache_store_pb2, common_pb2
+from rpc.errors import BatonError, ErrorCode
+
+
+class LoadState(StrEnum):
+    REQUESTED = "requested"  # asked for; P may not have admitted the request yet
+    RUNNING = "running"  # P computes the prompt: the progress limit runs
+    COMPUTED = "computed"  # P has computed everything: what is missing is exposed transfer time
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+TERMINAL = frozenset({LoadState.COMPLETE, LoadState.FAILED})
+
+
+@dataclass
+class WantedHere:
+    """Blocks of one group that this side wants, and where they go.
+
+    `ranges` are the bytes inside a block that the payload of a piece fills (see GroupLayout.partition_ranges).
+    """
+
+    layout: GroupLayout
+    first_block: int
+    block_ids: list[int]
+    piece_bytes: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Pending:
+    wanted: WantedHere
+    arrived: list[bytearray]  # per layer a mark per wanted block
+    missing: list[int]  # per layer
+
+
+def _mismatch(message: str, where: str) -> BatonError:
+    return BatonError(ErrorCode.READ_BUFFER_MISMATCH, message, metadata={"piece": where})
+
+
+@dataclass
+class Load:
+    """One load of one peer. Every event is checked here before its payload is touched; the first cause stays."""
+
+    wanted: tuple[WantedHere, ...]
+    checksum_mode: str
+    progress_timeout_s: float
+    publish_timeout_s: float
+    deadline: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+    clock_ns: Callable[[], int] = time.monotonic_ns
+    observe: Observe = ignore
+    state: LoadState = LoadState.REQUESTED
+    error: BatonError | None = None
+    generation: int | None = None
+    result: common_pb2.PrefillResult | None = None
+    delivered: int = 0
+    bytes_received: int = 0
+    computed_at: float | None = None
+    events: Timeline = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+        self._last_progress = self.began
+        self._pending = {
+            item.layout.tag: _Pending(
+                item,
+                [bytearray(len(item.block_ids)) for _ in range(item.layout.num_layers)],
+                [len(item.block_ids)] * item.layout.num_layers,
+            )
+            for item in self.wanted
+        }
+        self.missing = sum(sum(pending.missing) for pending in self._pending.values())
+        self._mark("load_started")
+
+    # ---- events of the stream
+
+    def on_started(self, started: cache_store_pb2.Started) -> None:
+        if self.generation is not None or not started.HasField("generation"):
+            self.fail_with(_breach("Started came twice or without its generation"))
+        self.generation = started.generation
+
+    def on_state(self, state: int) -> None:
+        """RUNNING, possibly again as a sign of progress in blocks that are not wanted here; then COMPUTED."""
+        if self.generation is None or self.result is not None:
+            self.fail_with(_breach("a state outside of Started and Done"))
+        if state == cache_store_pb2.COMPUTE_STATE_RUNNING and self.state is not LoadState.COMPUTED:
+            if self.state is LoadState.REQUESTED:
+                self.state = LoadState.RUNNING
+                self._mark("load_running")
+        elif state == cache_store_pb2.COMPUTE_STATE_COMPUTED and self.state is LoadState.RUNNING:
+            self.state = LoadState.COMPUTED
+            self.computed_at = self.clock()
+            self._mark("load_computed")
+        else:
+            self.fail_with(_breach(f"compute state {state} in state {self.state}"))
+        self._last_progress = self.clock()
+
+    def expect(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> WantedHere:
+        """Checks a piece event against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH."""
+        pending = self._pending.get(header.group)
+        layer = header.layer
+        where = f"{header.group[:32]!r}, layer {layer}"
+        if self.generation is None:
+            self.fail_with(_breach("a piece before Started"))
+        if pending is None or not header.HasField("layer") or layer >= len(pending.missing):
+            self._count("unknown", max(1, len(header.blocks)))
+            self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
+        wanted, blocks = pending.wanted, header.blocks
+        if header.block_bytes != wanted.piece_bytes or data_bytes != wanted.piece_bytes * len(blocks) or not blocks:
+            self.fail_with(
+                _mismatch(
+                    "a KV block arrived with another length than agreed",
+                    f"{where}: {len(blocks)} blocks of {header.block_bytes} bytes in {data_bytes} bytes, "
+                    f"expected {wanted.piece_bytes} bytes each",
+                )
+            )
+        arrived = pending.arrived[layer]
+        before = -1
+        for block in blocks:
+            at = block - wanted.first_block
+            if not 0 <= at < len(arrived):
+                self._count("unknown")
+                self.fail_with(_mismatch("a KV block arrived that was not asked for", f"{where}, block {block}"))
+            if arrived[at] or block <= before:
+                self._count("duplicate")
+                self.fail_with(_mismatch("a KV block arrived twice", f"{where}, block {block}"))
+            before = block
+        if checksum.covered(self.checksum_mode, layer, blocks[0]) and len(header.checksums) != len(blocks):
+            self._count("checksum", len(blocks))
+            self.fail_with(
+                BatonError(
+                    ErrorCode.KV_CHECKSUM_MISMATCH, "KV blocks arrived without checksums", metadata={"piece": where}
+                )
+            )
+        return wanted
+
+    def verify(self, header: cache_store_pb2.PieceHeader, data: memoryview) -> None:
+        """Compares the checksums of an expected event, if it has any. Raises KV_CHECKSUM_MISMATCH."""
+        if self.checksum_mode == "off" or not header.checksums:
+            return
+        try:
+            checksum.verify(
+                data, header.block_bytes, header.blocks, header.checksums, f"{header.group!r}, layer {header.layer}"
+            )
+        except BatonError as error:
+            self._count("checksum")
+            self.fail_with(error)
+
+    def on_delivered(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> None:
+        """The payload of an expected event is in the pool."""
+        pending = self._pending[header.group]
+        arrived = pending.arrived[header.layer]
+        first = pending.wanted.first_block
+        for block in header.blocks:
+            arrived[block - first] = 1
+        count = len(header.blocks)
+        pending.missing[header.layer] -= count
+        self.missing -= count
+        self.delivered += count
+        self.bytes_received += data_bytes
+        self._last_progress = self.clock()
+        self._count("ok", count)
+        self.observe("kv_transfer_bytes_total", data_bytes, transport=TRANSPORT, direction="received")
+        if not pending.missing[header.layer]:
+            tag = "" if len(self._pending) == 1 else f"{header.group}:"
+            self._mark(f"layer_received:{tag}{header.layer}")
+
+    def on_done(self, done: cache_store_pb2.Done) -> None:
+        """The last event. Complete only with nothing missing and the result present."""
+        if self.generation is None or self.result is not None:
+            self.fail_with(_breach("Done before Started, or twice"))
+        if self.missing:
+            self._count("missing", self.missing)
+            self.fail_with(
+                BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
+                    "the load ended before every KV block had arrived",
+                    metadata=self._left(),
+                )
+            )
+        if not done.HasField("pieces") or done.pieces != self.delivered:
+            self.fail_with(
+                _mismatch("the load ended with another number of pieces", f"{done.pieces} sent, {self.delivered} got")
+            )
+        result = done.result
+        if not (
+            done.HasField("result")
+            and result.HasField("first_token")
+            and result.first_token.HasField("token_id")
+            and result.HasField("cached_tokens")
+        ):
+            self.fail_with(_breach("the result of the prefill is missing"))
+        self.result = result
+
+    def on_end(self) -> None:
+        """The stream ended with status OK."""
+        if self.state in TERMINAL:
+            return
+        if self.result is not None and not self.missing:
+            self.state = LoadState.COMPLETE
+            self._mark("load_complete")
+            return
+        if self.missing:
+            self._count("missing", self.missing)
+            self.fail_with(
+                BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
+                    "the load ended before every KV block had arrived",
+                    metadata=self._left(),
+                )
+            )
+        self.fail_with(_breach("the load ended without its result"))
+
+    # ---- failure and time
+
+    def fail(self, error: BatonError) -> BatonError:
+        """Ends the load; the first cause stays and is returned."""
+        if self.state is LoadState.COMPLETE:
+            raise AssertionError("a complete load cannot fail")
+        self.state = LoadState.FAILED
+        if self.error is None:
+            self.error = error.with_context(**self._left())
+        return self.error
+
+    def fail_with(self, error: BatonError) -> NoReturn:
+        """Ends the load and raises its cause."""
+        raise self.fail(error)
+
+    def wait_until(self) -> float:
+        """Reading of `clock` at which waiting for the next event has lasted too long."""
+        if self.state is LoadState.REQUESTED:
+            # P answers after the same time with its own cause, which says more: let it come first.
+            return min(self.deadline, self.began + self.publish_timeout_s + 1.0)
+        return min(self.deadline, self._last_progress + self.progress_timeout_s)
+
+    def on_timeout(self) -> BatonError:
+        """`wait_until` has passed without news: the cause."""
+        if self.clock() >= self.deadline:
+            error = BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time")
+        elif self.state is LoadState.REQUESTED:
+            error = BatonError(ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "the prefill did not begin in time")
+        else:
+            error = BatonError(ErrorCode.LOAD_CACHE_TIMEOUT, "the prefill server sent no new KV block in time")
+        return self.fail(error)
+
+    def exposed_seconds(self, now: float) -> float:
+        """Time from the prompt being computed to now: what the prefill did not hide."""
+        return 0.0 if self.computed_at is None else max(0.0, now - self.computed_at)
+
+    def _left(self) -> dict[str, str]:
+        return {"delivered": str(self.delivered), "missing": str(self.missing)}
+
+    def _count(self, result: str, count: int = 1) -> None:
+        self.observe("kv_transfer_pieces_total", count, transport=TRANSPORT, result=result)
+
+    def _mark(self, name: str) -> None:
+        self.events.append((name, self.clock_ns()))
+
+
+def _breach(what: str) -> BatonError:
+    return BatonError(
+        ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+        "the prefill server's answer breaks the protocol",
+        metadata={"contract_breach": "missing_result", "breach": what},
+    )

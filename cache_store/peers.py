@@ -1,0 +1,187 @@
+"""D's view of prefill servers: channels, handshakes, and the two control calls."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import grpc
+import grpc.aio
+
+from cache_store import handshake
+from cache_store.layout import AgentIdentity
+from cache_store.observations import Observe
+from cache_store.service import handshake_result
+from cache_store.settings import AgentSettings
+from cache_store.wire import SERVICE
+from protos import cache_store_pb2 as pb
+from rpc.channels import ChannelPool, Connection
+from rpc.errors import BatonError, ErrorCode
+from rpc.ids import split_request_key
+from rpc.status import from_rpc_error
+
+_log = logging.getLogger(__name__)
+
+
+class PeerState(StrEnum):
+    NEW = "new"
+    CONNECTED = "connected"
+    INCOMPATIBLE = "incompatible"
+    LOST = "lost"
+
+
+@dataclass(eq=False)
+class Peer:
+    """One address. What the handshake agreed holds for `engine_id` only, until the connection is lost."""
+
+    address: str
+    state: PeerState = PeerState.NEW
+    engine_id: str = ""
+    checksum: str = ""
+    lease_seconds: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def request_metadata(request_key: str) -> tuple[tuple[str, str], ...]:
+    return (("x-request-id", split_request_key(request_key).request_id),)
+
+
+class Peers:
+    """All peers of an agent. Belongs to the agent's loop."""
+
+    def __init__(
+        self,
+        identity: AgentIdentity,
+        settings: AgentSettings,
+        observe: Observe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._observe = observe
+        self._clock = clock
+        self._peers: dict[str, Peer] = {}
+        self._bulk = itertools.count()
+        self._channels = ChannelPool(
+            on_evict=lambda _, state: observe("channel_evictions_total", peer_role="cache_store", state=state)
+        )
+
+    def get(self, address: str) -> Peer:
+        return self._peers.setdefault(address, Peer(address))
+
+    def count(self, state: PeerState) -> int:
+        return sum(1 for peer in list(self._peers.values()) if peer.state is state)
+
+    def bulk_connection(self, address: str) -> Connection:
+        """The next of the peer's bulk channels, in turn."""
+        return self._channels.connection(address, next(self._bulk) % self._settings.bulk_channels)
+
+    async def ready(self, address: str, engine_id: str) -> Peer:
+        """The peer with a handshake that holds for `engine_id`; makes one when there is none.
+
+        Raises CACHE_STORE_LOAD_CONNECT_FAILED, CACHE_STORE_CALL_PREFILL_TIMEOUT, PEER_RESTARTED, INCOMPATIBLE_PEER,
+        ASYMMETRIC_TP_FAILED.
+        """
+        peer = self.get(address)
+        async with peer.lock:
+            if peer.state is PeerState.CONNECTED and peer.engine_id == engine_id:
+                return peer
+            attempts = 1 + self._settings.connect_retries
+            while True:
+                attempts -= 1
+                try:
+                    await self._shake_hands(peer, engine_id)
+                    return peer
+                except BatonError as error:
+                    if error.code is not ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED or attempts <= 0:
+                        raise
+
+    async def _shake_hands(self, peer: Peer, engine_id: str) -> None:
+        began = self._clock()
+        result = "failed"
+        try:
+            request = handshake.make_request(self._identity, engine_id, self._settings.checksum)
+            data = await self._call(
+                peer.address, "Handshake", request.SerializeToString(), self._settings.connect_timeout_s, ()
+            )
+            response = pb.HandshakeResponse.FromString(data)
+            if response.engine_id != engine_id:
+                raise handshake.restarted(engine_id, response.engine_id)
+            if response.lease_seconds <= 0 or not response.checksum:
+                raise BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+                    "the prefill server's answer breaks the protocol",
+                    metadata={"contract_breach": "absent_field", "breach": "handshake without its result"},
+                )
+            peer.state = PeerState.CONNECTED
+            peer.engine_id = engine_id
+            peer.checksum = response.checksum
+            peer.lease_seconds = response.lease_seconds
+            result = "ok"
+        except BatonError as error:
+            result = handshake_result(error)
+            if result == "restarted":
+                self._observe("peer_restarts_total")
+            peer.state = PeerState.INCOMPATIBLE if result == "incompatible" else PeerState.LOST
+            raise error.with_context(peer=peer.address) from None
+        finally:
+            self._observe("handshakes_total", result=result)
+            self._observe("handshake_seconds", self._clock() - began, result=result)
+
+    def note_failure(self, address: str, error: BatonError) -> None:
+        """After a failed call: what the peer agreed to no longer holds when it may be another, or gone."""
+        if error.code is ErrorCode.PEER_RESTARTED:
+            self._observe("peer_restarts_total")
+        if error.code in (
+            ErrorCode.PEER_RESTARTED,
+            ErrorCode.CONNECTION_RESET_BY_PEER,
+            ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+        ):
+            self.get(address).state = PeerState.LOST
+        self._channels.check(address)
+
+    async def renew(self, address: str, reference: pb.KvReference) -> float:
+        """Seconds until the lease ends. Raises what the service raises, and transport failures."""
+        request = pb.RenewLeaseRequest(reference=reference)
+        metadata = request_metadata(reference.request_key)
+        data = await self._call(
+            address, "RenewLease", request.SerializeToString(), self._settings.call_timeout_s, metadata
+        )
+        return pb.RenewLeaseResponse.FromString(data).remaining_seconds
+
+    async def release(self, address: str, request: pb.ReleaseRequest) -> bool:
+        metadata = request_metadata(request.reference.request_key)
+        data = await self._call(
+            address, "Release", request.SerializeToString(), self._settings.call_timeout_s, metadata
+        )
+        return pb.ReleaseResponse.FromString(data).found
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _call(
+        self, address: str, method: str, data: bytes, timeout_s: float, metadata: tuple[tuple[str, str], ...]
+    ) -> bytes:
+        connection = self._channels.connection(address)
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(
+            f"/{SERVICE}/{method}"
+        )
+        try:
+            answer: bytes = await call(data, timeout=timeout_s, metadata=metadata)
+            return answer
+        except grpc.RpcError as exc:
+            was_ready = connection.was_ready()
+            error = from_rpc_error(exc, leg="cache_store", deadline_passed=False, was_ready=was_ready)
+            if error.code is ErrorCode.CACHE_STORE_CALL_PREFILL_TIMEOUT and not was_ready:
+                error = BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+                    "the cache store cannot be reached",
+                    metadata=error.metadata,
+                )
+            self._channels.check(address)
+            raise error from None

@@ -1,0 +1,543 @@
+"""D's side of the cache store: keeps leases alive while requests are queued, and pulls their KV into the pool.
+
+A load has one leg per prefill rank that it reads from; with equal tensor-parallel sizes that is one. Each leg is one
+`Load` stream and the only writer of its blocks, so a load is quiescent as soon as its legs' tasks have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from cache_store import wire
+from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed
+from cache_store.layout import AgentIdentity
+from cache_store.load import Load, LoadState, WantedHere
+from cache_store.observations import TRANSPORT, Observe
+from cache_store.peers import Peers, request_metadata
+from cache_store.pool import KvPool
+from cache_store.service import observe_failure
+from cache_store.settings import AgentSettings
+from cache_store.tp_mapping import UNMAPPED, PeerShare, peer_address, read_plan
+from protos import cache_store_pb2 as pb
+from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault_async
+from rpc.status import from_rpc_error
+
+FAILURE_MARKER = "PD_CACHE_KEY_READ_FAILED"
+
+_log = logging.getLogger(__name__)
+
+# After these, P still holds the KV as far as D knows, and a second try may succeed.
+_RETRIABLE = frozenset(
+    {
+        ErrorCode.CONNECTION_RESET_BY_PEER,
+        ErrorCode.LOAD_CACHE_TIMEOUT,
+        ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED,
+        ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+        ErrorCode.CACHE_STORE_LOAD_SEND_REQUEST_FAILED,
+        ErrorCode.CACHE_STORE_CALL_PREFILL_TIMEOUT,
+        ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
+        ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+        ErrorCode.CACHE_STORE_STORE_FAILED,
+        ErrorCode.KV_CHECKSUM_MISMATCH,
+    }
+)
+# After these, the key is another load's or another engine's: nothing of it may be released from here.
+_NOT_OURS = frozenset({ErrorCode.DUPLICATE_REQUEST, ErrorCode.PEER_RESTARTED, ErrorCode.KV_STALE_REFERENCE})
+
+
+@dataclass(eq=False)
+class _Leg:
+    """The part of a load that comes from one prefill rank."""
+
+    address: str
+    share: PeerShare
+    generation: int | None = None  # of an earlier load of the key, then of this one
+    load: Load | None = None
+    sent: bool = False  # the stream was opened, so P may have counted it
+
+
+@dataclass(eq=False)
+class _Job:
+    """One load of one key."""
+
+    key: str
+    source: KvSourceRef
+    prompt_tokens: int
+    wanted: Mapping[str, tuple[int, Sequence[int]]]
+    deadline: float
+    reload: bool
+    began: float
+    legs: list[_Leg] = field(default_factory=list)
+    error: BatonError | None = None
+    task: asyncio.Task[None] | None = None
+    cancelled_at: float | None = None
+    started_ns: int = 0
+
+    def fail(self, error: BatonError) -> None:
+        if self.error is None:
+            self.error = error
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A failed load that may be repeated: what the reload, or the giving up, needs to know."""
+
+    source: KvSourceRef
+    generations: dict[str, int | None]
+    until: float
+
+
+class Puller:
+    """All loads of an agent. Belongs to the agent's loop; `spawn` runs coroutines in the agent's task group."""
+
+    def __init__(
+        self,
+        identity: AgentIdentity,
+        pool: KvPool,
+        settings: AgentSettings,
+        observe: Observe,
+        emit: Callable[[AgentEvent], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._pool = pool
+        self._settings = settings
+        self._observe = observe
+        self._emit = emit
+        self._spawn = spawn
+        self._clock = clock
+        self.peers = Peers(identity, settings, observe, clock)
+        self._jobs: dict[str, _Job] = {}
+        self._renewals: dict[str, tuple[KvSourceRef, asyncio.Task[None]]] = {}
+        self._kept: dict[str, _Kept] = {}
+
+    # ---- commands of the engine
+
+    def keep_alive(self, key: str, source: KvSourceRef) -> None:
+        if key not in self._renewals and key not in self._jobs:
+            self._renewals[key] = (source, self._spawn(self._renew(key, source)))
+
+    def forget(self, key: str) -> None:
+        kept = self._renewals.pop(key, None)
+        if kept is not None:
+            kept[1].cancel()
+
+    def load(
+        self,
+        key: str,
+        source: KvSourceRef,
+        prompt_tokens: int,
+        wanted: Mapping[str, tuple[int, Sequence[int]]],
+        deadline: float,
+        reload: bool,
+        began: float,
+    ) -> None:
+        if key in self._jobs:
+            raise ValueError(f"a load of {key} is open already")
+        self.forget(key)
+        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began, started_ns=time.monotonic_ns())
+        kept = self._kept.pop(key, None)
+        try:
+            job.legs = self._plan(job, kept)
+        except BatonError as error:
+            job.fail(error)
+        self._jobs[key] = job
+        job.task = self._spawn(self._run(job))
+        # Not in the task itself: one that is cancelled before its first step runs nothing of its body.
+        job.task.add_done_callback(lambda _: self._finish(job))
+
+    def cancel_load(self, key: str, error: BatonError) -> None:
+        """Ends what there is of the key, and tells P."""
+        job = self._jobs.get(key)
+        if job is not None and job.task is not None:
+            if job.cancelled_at is None:
+                job.cancelled_at = self._clock()
+                job.fail(error)
+                job.task.cancel()
+            return
+        kept = self._kept.pop(key, None)
+        renewal = self._renewals.get(key)
+        self.forget(key)
+        if kept is not None:
+            self._release_all(key, kept.source, kept.generations, error)
+        elif renewal is not None:
+            source = renewal[0]
+            addresses = (leg.address for leg in self._legs(source, None))
+            self._release_all(key, source, dict.fromkeys(addresses), error)
+        else:
+            return
+        self._observe("aborts_total", leg="cache_store", source=abort_source(error))
+
+    def cancel_all(self, error: BatonError) -> None:
+        for key in [*self._jobs, *self._kept, *self._renewals]:
+            self.cancel_load(key, error)
+
+    def tick(self) -> None:
+        """Drops what the engine never came back for; P's own clock has ended those leases."""
+        now = self._clock()
+        for key, kept in list(self._kept.items()):
+            if kept.until <= now:
+                del self._kept[key]
+
+    # ---- state
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def oldest(self) -> float | None:
+        """When the oldest open load began; None when none is open."""
+        return min((job.began for job in list(self._jobs.values())), default=None)
+
+    # ---- one load
+
+    def _legs(self, source: KvSourceRef, kept: _Kept | None) -> list[_Leg]:
+        if not source.addresses or source.tp_size != len(source.addresses):
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"kv_source has {len(source.addresses)} addresses for tp_size {source.tp_size}",
+                param="kv_source",
+            )
+        shares = read_plan(
+            self._identity.groups[0].total_kv_heads, self._identity.tp_size, self._identity.rank, source.tp_size
+        )
+        legs = [_Leg(peer_address(source.addresses, share.peer_rank), share) for share in shares]
+        for leg in legs:
+            if leg.address == UNMAPPED:
+                raise BatonError(ErrorCode.ASYMMETRIC_TP_FAILED, metadata={"peer": UNMAPPED})
+            leg.generation = kept.generations.get(leg.address) if kept is not None else None
+        return legs
+
+    def _plan(self, job: _Job, kept: _Kept | None) -> list[_Leg]:
+        """The legs of a load, after checking what the engine asked for."""
+        for tag, (first_block, ids) in job.wanted.items():
+            layout = self._identity.group(tag)
+            bad = layout is None or first_block < 0 or first_block + len(ids) > layout.num_blocks(job.prompt_tokens)
+            if bad or any(not 0 <= block < self._pool.num_blocks(tag) for block in ids) or len(set(ids)) < len(ids):
+                raise BatonError(
+                    ErrorCode.INVALID_PARAMS,
+                    f"the blocks to load of group {tag!r} do not fit the prompt or the pool",
+                    param="wanted",
+                )
+        if set(job.wanted) != {group.tag for group in self._identity.groups}:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS, "every cache group must be named in a load", param="wanted"
+            )
+        return self._legs(job.source, kept)
+
+    async def _run(self, job: _Job) -> None:
+        try:
+            if job.error is None:
+                async with asyncio.TaskGroup() as legs:
+                    for leg in job.legs:
+                        legs.create_task(self._run_leg(job, leg))
+        except asyncio.CancelledError:
+            job.fail(BatonError(ErrorCode.CANCELLED, "the load was cancelled"))
+        except BaseExceptionGroup as group:
+            if job.error is None:  # every leg sets it before it raises
+                job.fail(BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, metadata={"error": str(group)}))
+
+    async def _run_leg(self, job: _Job, leg: _Leg) -> None:
+        try:
+            await self._pull(job, leg)
+        except asyncio.CancelledError:
+            raise
+        except BatonError as error:
+            job.fail(error.with_context(peer=leg.address, peer_rank=str(leg.share.peer_rank)))
+            raise
+        except Exception as error:  # of the pool, of gRPC, of a metric: ends the load, never leaks it
+            _log.exception("loading %s failed", job.key)
+            job.fail(
+                BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+                    "writing the KV into the pool failed",
+                    metadata={"error": type(error).__name__, "peer": leg.address},
+                )
+            )
+            raise
+
+    async def _pull(self, job: _Job, leg: _Leg) -> None:
+        await fault_async("cache_store.load_start", key=job.key, peer=leg.address)
+        peer = await self._connect(job, leg)
+        load = leg.load = Load(
+            self._wanted(job, leg.share),
+            peer.checksum,
+            self._settings.load_progress_timeout_s,
+            self._settings.publish_timeout_s,
+            job.deadline,
+            self._clock,
+            observe=self._observe,
+        )
+        connection = self.peers.bulk_connection(leg.address)
+        timeout = None if math.isinf(job.deadline) else max(0.001, job.deadline - self._clock())
+        stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = connection.channel.unary_stream(
+            f"/{wire.SERVICE}/Load"
+        )
+        leg.sent = True
+        call = stub(
+            self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=request_metadata(job.key)
+        )
+        try:
+            await self._receive(load, call)
+        except TimeoutError:
+            raise load.on_timeout() from None
+        except grpc.RpcError as exc:
+            passed = self._clock() >= job.deadline
+            error = from_rpc_error(
+                exc, leg="cache_store", deadline_passed=passed, was_ready=connection.was_ready()
+            )
+            if error.code is ErrorCode.CANCELLED and "grpc_code" in error.metadata:  # by the peer, which stops
+                error = BatonError(
+                    ErrorCode.CONNECTION_RESET_BY_PEER,
+                    "the prefill server ended the load",
+                    metadata=error.metadata,
+                )
+            self.peers.note_failure(leg.address, error)
+            raise load.fail(error) from None
+        finally:
+            leg.generation = load.generation if load.generation is not None else leg.generation
+            call.cancel()
+
+    async def _connect(self, job: _Job, leg: _Leg) -> Any:
+        try:
+            async with asyncio.timeout(None if math.isinf(job.deadline) else job.deadline - self._clock()):
+                return await self.peers.ready(leg.address, job.source.engine_id)
+        except TimeoutError:
+            raise BatonError(
+                ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"
+            ) from None
+
+    async def _receive(self, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
+        """Reads the stream to its end. Raises TimeoutError when nothing came in time."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(max(0.0, load.wait_until() - self._clock())) as timer:
+            while True:
+                message = await call.read()
+                if message is grpc.aio.EOF:
+                    break
+                self._consume(load, cast(bytes, message))
+                timer.reschedule(loop.time() + max(0.0, load.wait_until() - self._clock()))
+        load.on_end()
+
+    def _consume(self, load: Load, message: bytes) -> None:
+        try:
+            piece = wire.split_piece(message)
+            if piece is not None:
+                self._store(load, *piece)
+                return
+            event = pb.LoadEvent.FromString(message)
+        except DecodeError:
+            load.fail_with(
+                BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+                    "the prefill server's answer breaks the protocol",
+                    metadata={"contract_breach": "missing_result", "breach": "an event that cannot be parsed"},
+                )
+            )
+        if event.HasField("pieces"):
+            self._store(load, event.pieces, memoryview(event.data))
+        elif event.HasField("started"):
+            load.on_started(event.started)
+        elif event.HasField("done"):
+            load.on_done(event.done)
+        else:
+            load.on_state(event.state)
+
+    def _store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+        wanted = load.expect(header, data.nbytes)
+        load.verify(header, data)
+        write_blocks(self._pool, wanted, header.layer, header.blocks, data)
+        load.on_delivered(header, data.nbytes)
+
+    def _wanted(self, job: _Job, share: PeerShare) -> tuple[WantedHere, ...]:
+        groups = []
+        for tag, (first_block, ids) in job.wanted.items():
+            layout = self._identity.group(tag)
+            assert layout is not None  # checked by _plan
+            ranges = layout.partition_ranges(share.dest_count, share.dest_id)
+            size = sum(stop - start for start, stop in ranges)
+            groups.append(WantedHere(layout, first_block, list(ids), size, ranges))
+        return tuple(groups)
+
+    def _request(self, job: _Job, leg: _Leg, load: Load) -> pb.LoadRequest:
+        reference = self._reference(job.key, job.source, leg.generation)
+        return pb.LoadRequest(
+            reference=reference,
+            wanted=[
+                pb.WantedBlocks(
+                    group=item.layout.tag,
+                    block_size=item.layout.block_size,
+                    first_block=item.first_block,
+                    num_blocks=len(item.block_ids),
+                    block_bytes=item.piece_bytes,
+                    num_layers=item.layout.num_layers,
+                    partition_count=leg.share.source_count,
+                    partition_id=leg.share.source_id,
+                )
+                for item in load.wanted
+            ],
+            prompt_tokens=job.prompt_tokens,
+            checksum=load.checksum_mode,
+            chunk_bytes=self._settings.chunk_bytes,
+        )
+
+    @staticmethod
+    def _reference(key: str, source: KvSourceRef, generation: int | None) -> pb.KvReference:
+        reference = pb.KvReference(engine_id=source.engine_id, request_key=key)
+        if generation is not None:
+            reference.generation = generation
+        return reference
+
+    # ---- its end
+
+    def _finish(self, job: _Job) -> None:
+        """The load's one end: event, figures, and word to P. No task of the load runs any more."""
+        if self._jobs.pop(job.key, None) is not job:
+            raise AssertionError(f"the load of {job.key} ended twice")
+        now = self._clock()
+        loads = [leg.load for leg in job.legs if leg.load is not None]
+        events = sorted((event for load in loads for event in load.events), key=lambda event: event[1])
+        generations = {leg.address: leg.generation for leg in job.legs}
+        delivered = sum(load.delivered for load in loads)
+        size = sum(load.bytes_received for load in loads)
+        done = job.error is None and len(loads) == len(job.legs) and all(
+            load.state is LoadState.COMPLETE for load in loads
+        )
+        if done:
+            result = loads[0].result
+            assert result is not None  # COMPLETE
+            exposed = max(load.exposed_seconds(now) for load in loads)
+            self._observe("kv_transfer_seconds", now - job.began, transport=TRANSPORT, outcome="ok")
+            self._observe("kv_transfer_exposed_seconds", exposed, transport=TRANSPORT)
+            self._observe("kv_transfer_size_bytes", size, transport=TRANSPORT)
+            self._emit(LoadDone(job.key, result, size, now - job.began, exposed, events))
+            self._release_all(job.key, job.source, generations, None)
+            return
+        error = job.error or BatonError(
+            ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "the load ended without a cause"
+        )
+        wanted = sum(
+            len(ids) * layout.num_layers * max(1, len(job.legs))
+            for tag, (_, ids) in job.wanted.items()
+            if (layout := self._identity.group(tag)) is not None
+        )
+        missing = wanted - delivered
+        error.metadata.update(delivered=str(delivered), missing=str(missing))
+        self._report(job, error, delivered, wanted, now)
+        retriable = (
+            not job.reload
+            and job.cancelled_at is None
+            and error.code in _RETRIABLE
+            and now < job.deadline
+            and all(leg.generation is not None or not leg.sent for leg in job.legs)
+        )
+        if retriable:
+            lease_s = max(
+                (self.peers.get(leg.address).lease_seconds for leg in job.legs), default=0.0
+            ) or self._settings.lease_seconds
+            self._kept[job.key] = _Kept(job.source, generations, now + lease_s)
+        elif error.code not in _NOT_OURS and job.legs:
+            self._release_all(job.key, job.source, generations, error)
+        self._emit(LoadFailed(job.key, error, delivered, missing, retriable, events))
+
+    def _report(self, job: _Job, error: BatonError, delivered: int, wanted: int, now: float) -> None:
+        outcome = "failed" if job.cancelled_at is None else "aborted"
+        self._observe("kv_transfer_seconds", now - job.began, transport=TRANSPORT, outcome=outcome)
+        if job.cancelled_at is not None:
+            self._observe("aborts_total", leg="cache_store", source=abort_source(error))
+            self._observe("kv_quarantine_seconds", now - job.cancelled_at, transport=TRANSPORT)
+            return
+        observe_failure(self._observe, error)
+        if error.breach:
+            self._observe("contract_breaches_total", kind=error.breach)
+        _log.warning(
+            "%s request_key=%s rank=%d peer=%s code=%s finished=%d/%d cost_ms=%.0f: %s",
+            FAILURE_MARKER,
+            job.key,
+            self._identity.rank,
+            error.metadata.get("peer", ", ".join(leg.address for leg in job.legs)),
+            error.code.name,
+            delivered,
+            wanted,
+            1000 * (now - job.began),
+            error.message,
+        )
+
+    def _release_all(
+        self, key: str, source: KvSourceRef, generations: Mapping[str, int | None], error: BatonError | None
+    ) -> None:
+        for address, generation in generations.items():
+            request = pb.ReleaseRequest(
+                reference=self._reference(key, source, generation), complete=error is None
+            )
+            if error is not None:
+                request.cause.CopyFrom(wire.detail_of(error))
+            self._spawn(self._release(address, request))
+
+    async def _release(self, address: str, request: pb.ReleaseRequest) -> None:
+        """Told once: when it does not arrive, the lease ends by its own clock."""
+        try:
+            await self.peers.release(address, request)
+        except BatonError as error:
+            _log.info("release of %s at %s: %s", request.reference.request_key, address, error)
+
+    # ---- leases of queued requests
+
+    async def _renew(self, key: str, source: KvSourceRef) -> None:
+        """Until cancelled. An unknown key is no failure: P may not have admitted the request yet."""
+        legs = self._legs(source, None)
+        lease_s = self._settings.lease_seconds
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            for leg in legs:
+                try:
+                    if await fault_async("cache_store.renew", key=key, side="decode"):
+                        continue
+                    peer = await self.peers.ready(leg.address, source.engine_id)
+                    lease_s = peer.lease_seconds
+                    await self.peers.renew(leg.address, self._reference(key, source, None))
+                except BatonError as error:
+                    _log.debug("renewal of %s at %s: %s", key, leg.address, error)
+
+
+def write_blocks(
+    pool: KvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview
+) -> None:
+    """Copies the payload of a piece event to its places: blocks that are neighbours in the pool in one go."""
+    tag, size = wanted.layout.tag, wanted.piece_bytes
+    ids = [wanted.block_ids[block - wanted.first_block] for block in blocks]
+    if size < wanted.layout.block_bytes:
+        for index, block_id in enumerate(ids):
+            target = pool.piece(tag, layer, block_id)
+            at = index * size
+            for start, stop in wanted.ranges:
+                target[start:stop] = data[at : at + stop - start]
+                at += stop - start
+        return
+    at = 0
+    while at < len(ids):
+        stop = at + 1
+        while stop < len(ids) and ids[stop] == ids[stop - 1] + 1:
+            stop += 1
+        pool.piece(tag, layer, ids[at], stop - at)[:] = data[at * size : stop * size]
+        at = stop
+
+
+def abort_source(error: BatonError) -> str:
+    """Who asked for an abort: the label of baton_aborts_total."""
+    if error.code in (ErrorCode.CANCELLED, ErrorCode.REQUEST_TOMBSTONED):
+        return "client"
+    if error.code in (ErrorCode.GENERATE_TIMEOUT, ErrorCode.DEADLINE_EXCEEDED):
+        return "deadline"
+    return "drain" if error.code is ErrorCode.SERVER_DRAINING else "error"

@@ -1,0 +1,102 @@
+"""P's end of one open load: which blocks of which layer can be sent next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from cache_store.layout import GroupLayout
+from rpc.errors import BatonError
+
+if TYPE_CHECKING:
+    from cache_store.lease import Lease
+
+
+class ReaderState(StrEnum):
+    OPEN = "open"
+    SENT = "sent"  # every wanted block and the result were handed over
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class WantedGroup:
+    """Blocks [first_block, first_block + num_blocks) of all layers of a group; of each the given share of the heads."""
+
+    layout: GroupLayout
+    first_block: int
+    num_blocks: int
+    partition_count: int = 1
+    partition_id: int = 0
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.layout.block_bytes // self.partition_count
+
+    @property
+    def end(self) -> int:
+        return self.first_block + self.num_blocks
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks [first, first + count) of one layer, to be sent in one event."""
+
+    wanted: WantedGroup
+    layer: int
+    first: int
+    count: int
+
+
+def _nothing() -> None:
+    pass
+
+
+class Reader:
+    """A reader holds its lease's blocks until it is closed (`LeaseTable.close_load`).
+
+    `notify` is called whenever there may be something new: blocks, a state, or `stop`, the error with which the stream
+    has to end.
+    """
+
+    def __init__(self, lease: Lease, wanted: tuple[WantedGroup, ...], chunk_bytes: int, now: float) -> None:
+        self.lease = lease
+        self.wanted = wanted
+        self.state = ReaderState.OPEN
+        self.stop: BatonError | None = None
+        self.notify: Callable[[], None] = _nothing
+        self.last_progress = now
+        self.pieces_sent = 0
+        self._chunk_bytes = chunk_bytes
+        self._cursors = [[group.first_block] * group.layout.num_layers for group in wanted]
+        self.pieces_wanted = sum(group.num_blocks * group.layout.num_layers for group in wanted)
+
+    def next_run(self) -> Run | None:
+        """Takes the next blocks that are ready, lowest layer first; None when nothing is ready now."""
+        best: Run | None = None
+        for group, cursors in zip(self.wanted, self._cursors, strict=True):
+            ready = self.lease.ready[group.layout.tag]
+            for layer, cursor in enumerate(cursors):
+                if best is not None and layer >= best.layer:
+                    break
+                count = min(ready[layer], group.end) - cursor
+                if count > 0:
+                    best = Run(group, layer, cursor, min(count, max(1, self._chunk_bytes // group.piece_bytes)))
+                    break
+        if best is not None:
+            self._cursors[self.wanted.index(best.wanted)][best.layer] = best.first + best.count
+        return best
+
+    def sent(self, pieces: int, now: float) -> None:
+        """An event with so many pieces was accepted by the transport."""
+        self.pieces_sent += pieces
+        self.last_progress = now
+
+    def exhausted(self) -> bool:
+        """Every wanted block was taken by `next_run`."""
+        return all(
+            cursor >= group.end
+            for group, cursors in zip(self.wanted, self._cursors, strict=True)
+            for cursor in cursors
+        )
