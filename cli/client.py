@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
@@ -29,7 +29,8 @@ class StreamedAnswer:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def _raise(status: int, body: bytes) -> None:
+def raise_api_error(status: int, body: bytes) -> NoReturn:
+    """Raises the ApiError that an error answer stands for."""
     try:
         error = json.loads(body)["error"]
         message, code = str(error["message"]), int(error.get("baton_code", 0))
@@ -47,7 +48,7 @@ def get_json(base_url: str, path: str, api_key: str = "", timeout_s: float = 5.0
     """GET that returns the JSON body. Raises ApiError or httpx.HTTPError."""
     response = httpx.get(base_url + path, headers=auth_headers(api_key), timeout=timeout_s)
     if response.status_code != 200:
-        _raise(response.status_code, response.content)
+        raise_api_error(response.status_code, response.content)
     return response.json()
 
 
@@ -61,7 +62,7 @@ def stream_chat(
     with httpx.stream("POST", url, json=body, headers=auth_headers(api_key), timeout=timeout) as response:
         answer.headers = dict(response.headers)
         if response.status_code != 200:
-            _raise(response.status_code, response.read())
+            raise_api_error(response.status_code, response.read())
         done = False
         for line in response.iter_lines():
             if not line.startswith("data: "):
@@ -72,7 +73,7 @@ def stream_chat(
                 break
             event = json.loads(payload)
             if "error" in event:
-                _raise(response.status_code, payload.encode())
+                raise_api_error(response.status_code, payload.encode())
             answer.usage = event.get("usage") or answer.usage
             answer.baton.update(event.get("baton") or {})
             for choice in event["choices"]:
