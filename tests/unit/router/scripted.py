@@ -1,0 +1,570 @@
+"""Scripted prefill and decode servers: the real gRPC services on loopback, with an engine that follows a script.
+
+They speak the protocol in full (reservation, load, staged KV that somebody must release, aborts with tombstones,
+versioned status), and their "model" is a function of the tokens so far, so that every way to serve a request must
+give the same answer. A test changes what they do at named points.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import grpc
+import grpc.aio
+
+from protos import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.admission import Admission
+from router.attempt import AttemptLimits
+from router.breaker import BreakerSettings
+from router.budget import Backoff
+from router.choice import Chooser
+from router.failover import FailoverSettings
+from router.open_requests import OpenRequests
+from router.orchestrator import Orchestrator, OrchestratorSettings
+from router.registry import HealthSettings, WorkerRegistry
+from router.requests import FinishEvent, RouterRequest, Sampling, TokensEvent
+from rpc import status
+from rpc.channels import SERVER_OPTIONS, ChannelPool
+from rpc.errors import BatonError, ErrorCode
+from rpc.metrics import Registry
+from rpc.version import PROTOCOL_VERSION
+
+EOS = 2
+MODEL = "tiny"
+WAIT_S = 5.0
+
+Action = Callable[[], Awaitable[None] | None]
+
+
+def next_token(history: Sequence[int]) -> int:
+    """The scripted model: the token that follows `history`. Never EOS, unless the prompt says so (see `answer`)."""
+    return 10 + (sum((i + 1) * t for i, t in enumerate(history)) * 2654435761) % 9000
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """The first `count` tokens after `prompt`. A prompt that starts with EOS is answered with EOS at once."""
+    if prompt[0] == EOS:
+        return [EOS]
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+def _output(index: int, token_id: int, logprobs: bool) -> common_pb2.TokenOutput:
+    output = common_pb2.TokenOutput(index=index, token_id=token_id)
+    if logprobs:
+        output.logprob.CopyFrom(common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5, rank=1))
+        output.top_logprobs.append(common_pb2.TokenLogprob(token_id=token_id, logprob=-0.5, rank=1))
+    return output
+
+
+def prefill_result(request: common_pb2.GenerateInput) -> common_pb2.PrefillResult:
+    index = len(request.output_token_ids)
+    sampling = request.sampling
+    token = answer([*request.prompt_token_ids, *request.output_token_ids], 1)[0]
+    result = common_pb2.PrefillResult(
+        first_token=_output(index, token, sampling.HasField("logprobs")),
+        cached_tokens=len(request.prompt_token_ids) // 2,
+        prefill_cuda_graph_status="not_requested",
+    )
+    if token == EOS:
+        result.finish_reason = common_pb2.FINISH_REASON_STOP
+        result.stop_token_id = EOS
+    elif index + 1 >= sampling.max_tokens:
+        result.finish_reason = common_pb2.FINISH_REASON_LENGTH
+    return result
+
+
+class ScriptedServer:
+    """One server. `at[point]` is run when a request gets there; it may wait, or raise BatonError.
+
+    Points of prefill: start, answer. Of decode: start, reserved, loaded, token:<index>, finished. `staged` has the
+    keys whose KV is held here, `open` those of calls now open, `aborted` every Abort that came.
+    """
+
+    def __init__(self, role: str, peers: dict[str, ScriptedServer] | None = None) -> None:
+        self.role = role
+        self.engine_id = uuid.uuid4().hex
+        self.peers = peers if peers is not None else {}
+        self.at: dict[str, Action] = {}
+        self.seen: list[common_pb2.GenerateInput] = []
+        self.metadata: list[dict[str, str]] = []
+        self.timeouts: list[float | None] = []
+        self.requests: list[object] = []
+        self.aborted: list[tuple[str, int, str]] = []
+        self.staged: set[str] = set()
+        self.open: set[str] = set()
+        self.state = worker_pb2.WORKER_STATE_READY
+        self.running = 0
+        self.version = 0
+        self.muted = False  # the process is stopped: it takes bytes but answers nothing
+        self.info_changes: dict[str, object] = {}
+        self.address = ""
+        self.changed = asyncio.Condition()
+        self._tombstones: set[str] = set()
+        self._server: grpc.aio.Server | None = None
+
+    # -- life
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(_WorkerService(self), self._server)
+        if self.role == "prefill":
+            prefill_pb2_grpc.add_PrefillServicer_to_server(_PrefillService(self), self._server)
+        else:
+            decode_pb2_grpc.add_DecodeServicer_to_server(_DecodeService(self), self._server)
+        port = self._server.add_insecure_port(address)
+        assert port, address
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        self.peers[self.engine_id] = self
+        return self.address
+
+    async def stop(self) -> None:
+        """As a process that is killed: every call and connection breaks at once, and what it held is gone."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
+        self.staged.clear()
+
+    async def restart(self) -> None:
+        """A new engine at the same address."""
+        await self.stop()
+        self.peers.pop(self.engine_id, None)
+        self.engine_id, self.version = uuid.uuid4().hex, 0
+        await self.start(self.address)
+
+    async def set_state(self, state: int) -> None:
+        self.state = state
+        await self.notify()
+
+    async def notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Waits until `condition` holds for something that happened here."""
+        async with asyncio.timeout(WAIT_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    # -- what it says of itself
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        info = worker_pb2.WorkerInfo(
+            role=worker_pb2.ROLE_PREFILL if self.role == "prefill" else worker_pb2.ROLE_DECODE,
+            engine_id=self.engine_id,
+            version="0",
+            protocol_version=PROTOCOL_VERSION,
+            served_model_names=[MODEL],
+            model_fingerprint="f" * 32,
+            dtype="float32",
+            kv_dtype="float32",
+            groups=[
+                common_pb2.KvGroup(
+                    tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32"
+                )
+            ],
+            tp_size=1,
+            cache_store_addresses=["127.0.0.1:1"],
+            transports=["grpc"],
+            max_model_len=4096,
+            vocab_size=10_000,
+            eos_token_ids=[EOS],
+            max_num_seqs=64,
+            num_kv_blocks=100,
+            allows_local_prefill=False,
+        )
+        for name, value in self.info_changes.items():
+            if isinstance(value, list):
+                del getattr(info, name)[:]
+                getattr(info, name).extend(value)
+            else:
+                setattr(info, name, value)
+        return info
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        self.version += 1
+        return worker_pb2.WorkerStatus(
+            state=self.state,
+            engine_id=self.engine_id,
+            version=self.version,
+            running=self.running,
+            waiting=0,
+            loading=0,
+        )
+
+    # -- requests
+
+    async def silence(self) -> None:
+        while self.muted:
+            await asyncio.sleep(3600)
+
+    async def reach(self, point: str) -> None:
+        action = self.at.get(point)
+        if action is not None:
+            result = action()
+            if result is not None:
+                await result
+        await self.silence()
+
+    async def admit(
+        self, request: common_pb2.GenerateInput, message: object, context: grpc.aio.ServicerContext
+    ) -> None:
+        key = request.request_key
+        if key in self._tombstones:
+            raise BatonError(ErrorCode.REQUEST_TOMBSTONED)
+        if key in self.open:
+            raise BatonError(ErrorCode.DUPLICATE_REQUEST)
+        self.seen.append(request)
+        self.requests.append(message)
+        self.metadata.append({str(k): str(v) for k, v in context.invocation_metadata() or ()})
+        self.timeouts.append(context.time_remaining())
+        self.open.add(key)
+        await self.notify()
+
+    async def leave(self, key: str) -> None:
+        self.open.discard(key)
+        await self.notify()
+
+    async def abort(self, key: str, code: int, source: str) -> bool:
+        await self.silence()
+        self.aborted.append((key, code, source))
+        found = key in self.open or key in self.staged
+        self.staged.discard(key)
+        if not found:
+            self._tombstones.add(key)
+        await self.notify()
+        return found
+
+    def release_at_source(self, message: decode_pb2.DecodeRequest) -> None:
+        """The load is complete: the prefill server's copy goes."""
+        source = self.peers.get(message.kv_source.engine_id)
+        if source is not None:
+            source.staged.discard(message.input.request_key)
+
+
+class _WorkerService(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+
+    async def GetInfo(self, request, context):
+        await self._server.silence()
+        return self._server.info()
+
+    async def GetStatus(self, request, context):
+        await self._server.silence()
+        return self._server.status()
+
+    async def WatchStatus(self, request, context):
+        server = self._server
+        while True:
+            await server.silence()
+            yield server.status()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(request.interval_seconds), server.changed:
+                    state, engine_id = server.state, server.engine_id
+                    running = server.running
+                    await server.changed.wait_for(
+                        lambda: (
+                            (server.state, server.engine_id, server.running)  # noqa: B023
+                            != (state, engine_id, running)
+                        )  # noqa: B023
+                    )
+
+
+class _PrefillService(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+
+    async def Prefill(self, request, context):
+        server, key = self._server, request.input.request_key
+        try:
+            await server.admit(request.input, request, context)
+            await server.reach("start")
+            if request.hold_kv:
+                server.staged.add(key)
+            await server.reach("answer")
+            response = prefill_pb2.PrefillResponse(
+                result=prefill_result(request.input), kv_generation=1, engine_id=server.engine_id
+            )
+            response.timeline.stages["compute"] = 0.25
+            return response
+        except BatonError as error:
+            server.staged.discard(key)
+            await status.abort(context, error)
+        except asyncio.CancelledError:
+            server.staged.discard(key)
+            raise
+        finally:
+            server.open.discard(key)
+            await asyncio.shield(server.notify())
+
+    async def Abort(self, request, context):
+        found = await self._server.abort(request.request_key, request.code, request.source)
+        return prefill_pb2.PrefillAbortResponse(found=found)
+
+
+class _DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, server: ScriptedServer) -> None:
+        self._server = server
+
+    async def Decode(self, request, context):
+        server, key = self._server, request.input.request_key
+        local = request.HasField("local_prefill")
+        try:
+            await server.admit(request.input, request, context)
+            await server.reach("start")
+            result = prefill_result(request.input)
+            if not local:
+                await server.reach("reserved")
+                yield decode_pb2.DecodeEvent(reserved=decode_pb2.Reserved(blocks_in_cache=0))
+                await self._load(request)
+                await server.reach("loaded")
+                server.release_at_source(request)
+                yield decode_pb2.DecodeEvent(loaded=decode_pb2.Loaded(prefill=result))
+            async for event in self._generate(request.input, result, local):
+                yield event
+        except BatonError as error:
+            await status.abort(context, error)
+        finally:
+            server.open.discard(key)
+            await asyncio.shield(server.notify())
+
+    async def _load(self, request: decode_pb2.DecodeRequest) -> None:
+        """Waits until the prompt is staged at its source, as a parked load does."""
+        source = self._server.peers.get(request.kv_source.engine_id)
+        if source is None:
+            cause = BatonError(ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED)
+            raise status.load_failed(cause)
+        await source.until(lambda: request.input.request_key in source.staged)
+
+    async def _generate(
+        self, request: common_pb2.GenerateInput, result: common_pb2.PrefillResult, local: bool
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        server, sampling = self._server, request.sampling
+        logprobs = sampling.HasField("logprobs")
+        history = [*request.prompt_token_ids, *request.output_token_ids]
+        index = len(request.output_token_ids)
+        reason = common_pb2.FINISH_REASON_LENGTH
+        while True:
+            await server.reach(f"token:{index}")
+            token = answer(request.prompt_token_ids, 1)[0] if not index else next_token(history)
+            history.append(token)
+            tokens = decode_pb2.Tokens(tokens=[_output(index, token, logprobs)])
+            if local and index == len(request.output_token_ids):
+                tokens.prefill.CopyFrom(result)
+            yield decode_pb2.DecodeEvent(tokens=tokens)
+            index += 1
+            if token == EOS:
+                reason = common_pb2.FINISH_REASON_STOP
+                break
+            if index >= sampling.max_tokens:
+                break
+        await server.reach("finished")
+        finished = decode_pb2.Finished(finish_reason=reason)
+        if reason == common_pb2.FINISH_REASON_STOP:
+            finished.stop_token_id = EOS
+        finished.timeline.stages["load"] = 0.5
+        yield decode_pb2.DecodeEvent(finished=finished)
+
+    async def Abort(self, request, context):
+        found = await self._server.abort(request.request_key, request.code, request.source)
+        return decode_pb2.DecodeAbortResponse(found=found)
+
+
+class Hold:
+    """An action that waits until it is let go, and says when somebody has come there."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.let_go = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.reached.set()
+        await self.let_go.wait()
+
+    async def wait_reached(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.reached.wait()
+
+
+def fails(code: ErrorCode, *, times: int = 10**9, **metadata: str) -> Action:
+    """An action that raises the first `times` times."""
+    left = [times]
+
+    def act() -> None:
+        if left[0]:
+            left[0] -= 1
+            raise BatonError(code, "scripted failure", metadata=metadata)
+
+    return act
+
+
+@dataclass
+class Options:
+    failover: FailoverSettings = field(
+        default_factory=lambda: FailoverSettings(
+            max_retries=3, migration_limit=3, backoff=Backoff(0.005, 0.02), patience_s=0.5
+        )
+    )
+    limits: AttemptLimits = field(default_factory=lambda: AttemptLimits(silence_s=0.3))
+    health: HealthSettings = field(
+        default_factory=lambda: HealthSettings(interval_s=1.0, timeout_s=0.3, failure_threshold=2)
+    )
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    retry_budget_ratio: float = 0.1
+    request_timeout_s: float = 20.0
+    disagg_min_prompt_tokens: int = 0
+    policy: str = "round_robin"
+    allow_pins: bool = False
+    max_concurrent: int = 0
+    queue_size: int = 10
+
+
+class AccessLines:
+    def __init__(self) -> None:
+        self.lines: list[dict] = []
+
+    def record(self, **fields: object) -> None:
+        self.lines.append(fields)
+
+
+class Cluster:
+    """A router's core (everything but its surfaces) over scripted servers."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.engines: dict[str, ScriptedServer] = {}
+        self.servers: list[ScriptedServer] = []
+        self.metrics = Registry("router", process_metrics=False)
+        self.pool = ChannelPool()
+        self.access = AccessLines()
+        self.registry = WorkerRegistry(
+            self.pool, self.metrics, health=options.health, breaker=options.breaker, rng=random.Random(1)
+        )
+        self.chooser = Chooser(
+            self.registry,
+            self.metrics,
+            prefill_policy=options.policy,
+            decode_policy=options.policy,
+            disagg_min_prompt_tokens=options.disagg_min_prompt_tokens,
+            allow_pins=options.allow_pins,
+            rng=random.Random(2),
+        )
+        self.open_requests = OpenRequests(
+            self.metrics,
+            request_timeout_s=options.request_timeout_s,
+            served_names=lambda: (MODEL,),
+            access_log=self.access,
+        )
+        self.orchestrator = Orchestrator(
+            self.registry,
+            self.chooser,
+            self.pool,
+            self.open_requests,
+            self.metrics,
+            OrchestratorSettings(
+                root="/models/tiny",
+                failover=options.failover,
+                limits=options.limits,
+                retry_budget_ratio=options.retry_budget_ratio,
+            ),
+            admission=Admission(options.max_concurrent, queue_size=options.queue_size, timeout_s=WAIT_S),
+            rng=random.Random(3),
+        )
+
+    async def add(self, role: str, **info: object) -> ScriptedServer:
+        server = ScriptedServer(role, self.engines)
+        server.info_changes = info
+        await server.start()
+        self.servers.append(server)
+        self.registry.add(role, server.address)  # type: ignore[arg-type]
+        return server
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+        """Waits for something in the registry, which says when it changes, or elsewhere, by looking often."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await self.registry.wait_change(0.02)
+
+    async def ready(self, count: int) -> None:
+        await self.until(lambda: sum(w.state == "ready" for w in self.registry.workers()) == count)
+
+    def worker(self, server: ScriptedServer):
+        return self.registry.get(server.role, server.address)  # type: ignore[arg-type]
+
+    async def collect(self, request: RouterRequest) -> Collected:
+        collected = Collected()
+        async for event in self.orchestrator.generate(request):
+            collected.add(event)
+        return collected
+
+    async def settled(self) -> None:
+        """Nothing is open or staged anywhere, and the router holds nothing."""
+
+        def clean() -> bool:
+            return (
+                not any(s.open or s.staged for s in self.servers)
+                and not any(w.inflight for w in self.registry.workers())
+                and not len(self.open_requests)
+                and not self.orchestrator._attempts
+                and not len(self.orchestrator._tasks)
+            )
+
+        await self.until(clean)
+
+
+@dataclass
+class Collected:
+    tokens: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    summaries: list = field(default_factory=list)
+    finish: FinishEvent | None = None
+
+    def add(self, event: TokensEvent | FinishEvent) -> None:
+        assert self.finish is None, "an event after the end"
+        if isinstance(event, FinishEvent):
+            self.finish = event
+            return
+        assert event.tokens
+        self.tokens += [t.token_id for t in event.tokens]
+        self.indices += [t.index for t in event.tokens]
+        if event.prefill is not None:
+            self.summaries.append(event.prefill)
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    prefills: int = 1, decodes: int = 1, *, local: bool = False, **options: object
+) -> AsyncIterator[Cluster]:
+    cluster = Cluster(replace(Options(), **options))
+    try:
+        async with cluster.registry, cluster.orchestrator:
+            for _ in range(prefills):
+                await cluster.add("prefill")
+            for _ in range(decodes):
+                await cluster.add("decode", allows_local_prefill=local)
+            await cluster.ready(prefills + decodes)
+            yield cluster
+    finally:
+        await cluster.pool.close()
+        for server in cluster.servers:
+            server.muted = False
+            await server.stop()
+
+
+def make_request(prompt: Sequence[int] = (5, 6, 7, 8), max_tokens: int = 6, **changes: object) -> RouterRequest:
+    sampling = changes.pop("sampling", None) or Sampling(max_tokens=max_tokens, seed=11)
+    request = RouterRequest(
+        request_id=str(changes.pop("request_id", uuid.uuid4())),
+        model=MODEL,
+        prompt_token_ids=list(prompt),
+        sampling=sampling,  # type: ignore[arg-type]
+    )
+    return replace(request, **changes)  # type: ignore[arg-type]
