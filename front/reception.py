@@ -26,6 +26,7 @@ from protos import common_pb2
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry
+from rpc.server import cancel_code
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StopCheck, in_stage
 from rpc.status import decode_view
 
@@ -70,7 +71,10 @@ class Reception:
 
     def serve(self, context: Context, mode: RunMode) -> RequestScope:
         """The scope of one RPC; to be entered at once with `async with`."""
-        return RequestScope(self, context, mode, Deadline.from_context(context, self._max_rpc_s))
+        # A call without a deadline is limited by the RPC's own maximum, which is not the request's deadline.
+        given = context.time_remaining() is not None
+        deadline = Deadline.from_context(context, self._max_rpc_s) if given else Deadline.never()
+        return RequestScope(self, context, mode, deadline, 0.0 if given else self._max_rpc_s)
 
     def check_open(self) -> None:
         """Raises ENGINE_DEAD or SERVER_DRAINING when no request can be taken now."""
@@ -192,11 +196,14 @@ class RequestScope:
     record. An error leaves as BatonError with its stage; the caller's own cancel leaves as CancelledError.
     """
 
-    def __init__(self, reception: Reception, context: Context, mode: RunMode, deadline: Deadline) -> None:
+    def __init__(
+        self, reception: Reception, context: Context, mode: RunMode, deadline: Deadline, max_rpc_s: float
+    ) -> None:
         stages = PREFILL_STAGES if reception.role == "prefill" else DECODE_STAGES
         self.request = Request(mode, stages, peer=context.peer(), deadline=deadline)
         self._reception = reception
         self._context = context
+        self._rpc_limit = Deadline.after(max_rpc_s if max_rpc_s > 0 else None)
         self._stream: RequestStream | None = None
         self._stream_ended = False
         self._held = False
@@ -344,7 +351,10 @@ class RequestScope:
                 error = self._forced
             elif self._intent is not None:
                 error = self._intent
-            elif request.deadline.passed():
+            elif self._rpc_limit.passed():
+                request.abort_source = request.abort_source or "deadline"
+                error = BatonError(ErrorCode.DEADLINE_EXCEEDED, "the call took longer than this server's maximum")
+            elif cancel_code(self._context) is ErrorCode.GENERATE_TIMEOUT:
                 request.abort_source = request.abort_source or "deadline"
                 error = BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time")
             else:

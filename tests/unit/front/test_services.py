@@ -522,6 +522,19 @@ async def test_request_when_the_caller_deadline_passes_then_the_record_has_603(r
     assert front.metrics.value("baton_aborts_total", leg=role, source="deadline") == 1
 
 
+async def test_decode_when_a_call_without_a_deadline_lasts_too_long_then_it_is_8204_and_not_the_deadline() -> None:
+    front = Front("decode", max_rpc_s=0.2)
+    async with front.running(), asyncio.timeout(LIMIT_S):
+        rpc = front.stub.Decode(decode_request(local=True))
+        await front.engine.until(lambda: front.engine.adds)
+        assert front.engine.adds[0].deadline_ns == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rpc.read()
+        record = (await front.records())[0]
+    assert error_of(caught.value).code is ErrorCode.DEADLINE_EXCEEDED
+    assert (record["code"], record["abort_source"]) == (8204, "deadline")
+
+
 async def test_decode_when_the_caller_cancels_after_the_last_token_then_it_is_a_success() -> None:
     front = Front("decode")
     async with front.running(), asyncio.timeout(LIMIT_S):

@@ -1,0 +1,302 @@
+"""Start and end of the server processes: ports, readiness, drain, signals, and a dead engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from rpc.errors import ErrorCode
+from tests.integration.cluster import ROOT, SERVER_FLAGS, Cluster, ServerProcess, process_exists, wait_for
+from tests.integration.test_servers_handoff import MODEL, prompt_of
+from tests.integration.wire_client import TIMEOUT_S, Client, Pair, generate_input, statuses, typed
+from tests.unit.engine.tiny_models import tiny_model
+
+NAME = ["--served-model-name", MODEL]
+SLOW = {"BATON_FAULTS": "engine.layer:delay=0.1"}
+LIMIT_S = 5.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def health_of(channel: grpc.Channel, service: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0).status
+
+
+def engine_folders() -> set[str]:
+    return {path.name for path in Path("/tmp").glob("baton-engine-*")}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(1, 1, model=tiny_model("llama"), router=False, prefill_flags=NAME, decode_flags=NAME) as running:
+        yield running
+
+
+@pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
+def test_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seconds(module: str) -> None:
+    port, http = free_port(), free_port()
+    folder = tiny_model("llama")
+    argv = [sys.executable, "-m", module, "--model", str(folder), *SERVER_FLAGS]
+    argv += ["--port", str(port), "--metrics-port", str(http)]
+    began = time.monotonic()
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            grpc.channel_ready_future(channel).result(LIMIT_S)
+            listening_s = time.monotonic() - began
+            # The engine imports torch and loads weights meanwhile, which takes longer than this.
+            status = health_of(channel)
+            worker = worker_pb2_grpc.WorkerStub(channel)
+            state = worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=1.0)
+            try:
+                worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=1.0)
+                info_error = None
+            except grpc.RpcError as error:
+                info_error = error
+            ready = httpx.get(f"http://127.0.0.1:{http}/ready", timeout=1.0)
+            live = httpx.get(f"http://127.0.0.1:{http}/live", timeout=1.0)
+        assert listening_s < 2.0
+        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert state.state == worker_pb2.WORKER_STATE_STARTING
+        assert info_error is not None
+        assert info_error.code() is grpc.StatusCode.UNAVAILABLE
+        assert typed(info_error).code is ErrorCode.ENGINE_DEAD
+        assert (ready.status_code, live.status_code) == (503, 200)
+        assert ready.json()["reasons"]
+    finally:
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0  # told to stop while loading
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model", "/nowhere"], "--model"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--kv-checksum", "perhaps"], "--kv-checksum"),
+        (["--no-such-flag", "1"], "--no-such-flag"),
+        (["--host", "0.0.0.0"], "--advertise-host"),
+        (["--kv-cache-dtype", "bfloat16"], "--kv-cache-dtype"),
+        (["--max-num-seqs", "100", "--max-num-batched-tokens", "10"], "--max-num-batched-tokens"),
+    ],
+)
+def test_start_when_a_setting_cannot_work_then_one_line_names_it(flags: list[str], named: str) -> None:
+    argv = [sys.executable, "-m", "prefill_server", "--model", str(tiny_model("llama")), *SERVER_FLAGS, *flags]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode not in (0, None)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1, ended.stderr
+    assert named in lines[0]
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--cache-store-port"])
+def test_start_when_a_port_is_taken_then_one_line_names_flag_and_port(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        argv = [sys.executable, "-m", "decode_server", "--model", str(tiny_model("llama")), *SERVER_FLAGS, flag, port]
+        ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode not in (0, None)
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1, ended.stderr
+    assert port in lines[0]
+    assert flag in lines[0]
+
+
+def test_start_when_the_weights_are_broken_then_one_line_names_the_cause(tmp_path: Path) -> None:
+    source = tiny_model("llama")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = next(tmp_path.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    argv = [sys.executable, "-m", "prefill_server", "--model", str(tmp_path), *SERVER_FLAGS]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1, ended.stderr
+    assert weights.name in lines[0]
+
+
+def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(cluster: Cluster) -> None:
+    folders = engine_folders()
+    for server in cluster.servers:
+        engine = server.engine_pid
+        assert server.terminate() == 0
+        wait_for("end of the engine", lambda pid=engine: not process_exists(pid), LIMIT_S)
+    assert engine_folders() <= folders
+
+
+def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(cluster: Cluster) -> None:
+    decode = cluster.decode[0]
+    with Pair(cluster.prefill[0], decode, MODEL) as pair:
+        watch = statuses(pair.d, 30.0)
+        assert next(watch).state == worker_pb2.WORKER_STATE_READY
+        request = generate_input("stream", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
+        reader = pair.open_decode(request)
+        pair.open_prefill(request)
+        reader.wait_for("tokens")
+        decode.signal(signal.SIGTERM)
+        assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING  # pushed, not polled
+        with pytest.raises(grpc.RpcError) as caught:
+            pair.d.local(generate_input("late", prompt_of(5), model=MODEL))
+        error = typed(caught.value)
+        assert error.code is ErrorCode.SERVER_DRAINING
+        assert error.retry_after_s is not None
+        assert len(reader.wait_end().tokens) == 450
+        assert reader.error is None
+        assert decode.wait() == 0
+
+
+def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are_served() -> None:
+    flags = [*NAME, "--drain-grace-secs", "1.5"]
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=flags) as cluster:
+        decode = cluster.decode[0]
+        with Client(decode, MODEL) as client:
+            decode.signal(signal.SIGTERM)
+            wait_for(
+                "negative health",
+                lambda: health_of(client.channel) == health_pb2.HealthCheckResponse.NOT_SERVING,
+                1.0,
+            )
+            assert decode.get("/ready").status_code == 503
+            assert decode.get("/live").status_code == 200
+            assert client.local(generate_input("in-time", prompt_of(5), model=MODEL)).tokens
+            assert decode.metric("baton_drain_state") == 1
+            assert decode.wait() == 0
+
+
+def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released(cluster: Cluster) -> None:
+    prefill = cluster.prefill[0]
+    with Pair(prefill, cluster.decode[0], MODEL) as pair:
+        request = generate_input("staged", prompt_of(60), model=MODEL, max_tokens=4, ignore_eos=True)
+        source = pair.p.kv_source()
+        pair.open_prefill(request).result(TIMEOUT_S)
+        prefill.signal(signal.SIGTERM)
+        wait_for("not ready", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
+        pair.p.kv_source = lambda: source  # type: ignore[method-assign]
+        assert len(pair.open_decode(request).wait_end().tokens) == 4
+        assert prefill.wait() == 0
+
+
+def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> None:
+    flags = [*NAME, "--kv-lease-seconds", "1"]
+    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags) as cluster:
+        prefill = cluster.prefill[0]
+        with Client(prefill, MODEL) as client:
+            from protos import prefill_pb2
+
+            request = generate_input("forgotten", prompt_of(60), model=MODEL)
+            client.prefill.Prefill(prefill_pb2.PrefillRequest(input=request, hold_kv=True), timeout=TIMEOUT_S)
+        began = time.monotonic()
+        assert prefill.terminate() == 0
+        assert 0.2 < time.monotonic() - began < 4.0
+
+
+def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0() -> None:
+    flags = [*NAME, "--drain-timeout-secs", "1"]
+    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags, prefill_env=SLOW) as cluster:
+        prefill = cluster.prefill[0]
+        with Pair(prefill, prefill, MODEL) as pair:
+            calls = [
+                pair.open_prefill(generate_input(f"long-{n}", prompt_of(500, salt=n), model=MODEL)) for n in range(6)
+            ]
+            wait_for("open requests", lambda: len(prefill.requests()["open"]) == 6, LIMIT_S)
+            began = time.monotonic()
+            prefill.signal(signal.SIGTERM)
+            codes = {typed(call.exception(LIMIT_S)).code for call in calls if call.exception(LIMIT_S) is not None}
+            assert codes == {ErrorCode.SERVER_DRAINING}
+            assert prefill.wait() == 0
+            assert time.monotonic() - began < 4.0
+
+
+@pytest.mark.parametrize(("second", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_two_seconds(
+    second: signal.Signals, status: int
+) -> None:
+    folders = engine_folders()
+    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=NAME, prefill_env=SLOW) as cluster:
+        prefill = cluster.prefill[0]
+        engine = prefill.engine_pid
+        with Pair(prefill, prefill, MODEL) as pair:
+            call = pair.open_prefill(generate_input("cut", prompt_of(500), model=MODEL))
+            wait_for("the open request", lambda: prefill.requests()["open"], LIMIT_S)
+            prefill.signal(signal.SIGTERM)
+            wait_for("drain", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
+            began = time.monotonic()
+            prefill.signal(second)
+            assert typed(call.exception(LIMIT_S)).code is ErrorCode.SERVER_DRAINING
+            assert prefill.wait() == status
+            assert time.monotonic() - began < 2.0
+        wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
+    assert engine_folders() <= folders
+
+
+def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(cluster: Cluster) -> None:
+    decode = cluster.decode[0]
+    with Pair(cluster.prefill[0], decode, MODEL) as pair:
+        request = generate_input("victim", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
+        reader = pair.open_decode(request)
+        pair.open_prefill(request)
+        reader.wait_for("tokens")
+        began = time.monotonic()
+        os.kill(decode.engine_pid, signal.SIGKILL)
+        reader.wait_end(LIMIT_S)
+        assert typed(reader.error).code is ErrorCode.ENGINE_DEAD
+        assert decode.wait(LIMIT_S) == 1
+        assert time.monotonic() - began < 5.0
+    dead = [line for line in decode.log_lines() if line["level"] == "error"]
+    assert [line["code"] for line in dead] == ["ENGINE_DEAD"]
+    access = [line for line in decode.log_lines() if line.get("log") == "access"]
+    assert [line["code"] for line in access] == ["ENGINE_DEAD"]
+
+
+def test_front_when_killed_then_its_engine_goes_too(cluster: Cluster) -> None:
+    for server in cluster.servers:
+        engine = server.engine_pid
+        server.kill()
+        wait_for("end of the engine", lambda pid=engine: not process_exists(pid), LIMIT_S)
+
+
+def test_start_when_the_ports_of_a_stopped_server_are_reused_then_it_is_a_new_engine(cluster: Cluster) -> None:
+    old = cluster.prefill[0]
+    old.terminate()
+    fresh = cluster.restart(old)
+    assert fresh.grpc == old.grpc
+    assert fresh.engine_id != old.engine_id
+    with Pair(fresh, cluster.decode[0], MODEL) as pair:
+        assert len(pair.generate(generate_input("new", prompt_of(20), model=MODEL, ignore_eos=True)).tokens) == 8
+
+
+def test_access_log_when_requests_end_then_each_has_one_line_without_content(cluster: Cluster) -> None:
+    with Pair(cluster.prefill[0], cluster.decode[0], MODEL) as pair:
+        pair.generate(generate_input("logged", prompt_of(20), model=MODEL))
+    for server in cluster.servers:
+        server.finished("logged")
+
+        def lines(server: ServerProcess = server) -> list[dict[str, object]]:
+            return [line for line in server.log_lines() if line.get("request_id") == "logged"]
+
+        found = wait_for("the access line", lines, LIMIT_S)
+        assert len(found) == 1
+        assert (found[0]["code"], found[0]["attempt"], found[0]["prompt_tokens"]) == ("NONE_ERROR", 0, 20)
+        assert found[0]["stages"]
+        assert not {"prompt", "output", "prompt_token_ids"} & set(found[0])
