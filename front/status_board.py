@@ -41,17 +41,17 @@ class StatusBoard:
         self._changed = asyncio.Event()
 
     def close(self, error: BatonError) -> None:
-        """Ends every watch with `error`, after a last status."""
+        """Ends every watch with `error`, at once."""
         self._closed = error
         self.notify()
 
     async def watch(self, interval_s: float) -> AsyncIterator[worker_pb2.WorkerStatus]:
         """A status at once, at every change, and at least every `interval_s`; raises the error of `close`."""
         while True:
-            changed = self._changed
-            yield self.status()
             if self._closed is not None:
                 raise self._closed
+            changed = self._changed
+            yield self.status()
             try:
                 async with asyncio.timeout(interval_s):
                     await changed.wait()

@@ -1,0 +1,89 @@
+"""What step messages become: metrics, ends of staged KV, the mirror of the prefix cache."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine.messages import EngineStats, KvEvent, Ledger, Observation, StepMessage
+from front.engine_feed import EngineFeed
+from front.kv_index import KvIndex
+from front.transfer_health import TransferHealth
+from front.wire import ledger_imbalance, ledger_page
+from tests.unit.front.scripted_engine import Front, engine_ready
+
+LEDGER = Ledger("full", total=20, free=10, running=1, staged=2, receiving=0, quarantined=0, cached=7, reserved=1)
+
+
+def feed_of(front: Front) -> EngineFeed:
+    return EngineFeed(
+        rank=0,
+        model_name="tiny",
+        metrics=front.metrics,
+        reception=front.reception,
+        kv_index=KvIndex(),
+        transfers=TransferHealth(),
+    )
+
+
+async def test_book_stats_when_a_ledger_comes_then_states_add_up_and_usage_leaves_the_cache_out() -> None:
+    front = Front("prefill")
+    feed_of(front).book_stats(EngineStats(running=3, waiting=2, ledgers=[LEDGER], leases=1, peers_lost=4))
+    value = front.metrics.value
+    states = ("free", "running", "staged", "receiving", "quarantined", "cached")
+    assert sum(value("baton_kv_blocks", rank="0", group="full", state=state) for state in states) == 20
+    assert value("baton_kv_blocks", rank="0", group="full", state="reserved") == 1
+    assert value("baton_kv_cache_usage_ratio", rank="0", group="full") == pytest.approx(3 / 20)
+    assert value("baton_kv_ledger_imbalance_blocks", rank="0", group="full") == 0
+    assert value("baton_num_requests_running", model_name="tiny") == 3
+    assert value("baton_kv_leases_active") == 1
+    assert value("baton_peers", state="lost") == 4
+
+
+async def test_book_stats_when_a_hold_ends_then_its_age_is_absent_and_not_zero() -> None:
+    front = Front("decode")
+    feed = feed_of(front)
+    feed.book_stats(EngineStats(loading=1, oldest_hold_seconds={"receiving": 1.5}))
+    assert front.metrics.value("baton_kv_oldest_hold_seconds", rank="0", state="receiving") == 1.5
+    assert front.metrics.value("baton_num_requests_loading", model_name="tiny") == 1
+    feed.book_stats(EngineStats())
+    assert front.metrics.value("baton_kv_oldest_hold_seconds", rank="0", state="receiving") is None
+
+
+async def test_on_step_when_one_figure_cannot_be_booked_then_the_rest_of_the_step_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    front = Front("prefill")
+    feed = feed_of(front)
+    wrong = Observation("baton_no_such_family", {}, 1)
+    right = Observation("baton_engine_step_seconds", {"kind": "prefill"}, 0.25)
+    with caplog.at_level(logging.ERROR):
+        feed.on_step(StepMessage(1, observations=[wrong, right], kv_events=[KvEvent(stored=["ab" * 16])]))
+    assert front.metrics.value("baton_engine_step_seconds_sum", kind="prefill") == 0.25
+    assert "baton_no_such_family" in caplog.text
+
+
+async def test_came_up_when_the_engine_is_ready_then_model_and_engine_are_described() -> None:
+    front = Front("decode")
+    feed = feed_of(front)
+    feed.came_up(engine_ready())
+    assert front.metrics.value("baton_engine_up", rank="0") == 1
+    exposition = front.metrics.render().decode()
+    line = next(line for line in exposition.splitlines() if line.startswith("baton_model_info{"))
+    for label in ('model_name="tiny"', 'dtype="float32"', 'block_size="16"', 'tp_size="1"', 'kv_transport="grpc"'):
+        assert label in line
+    feed.died()
+    assert front.metrics.value("baton_engine_up", rank="0") == 0
+
+
+def test_ledger_page_when_states_do_not_add_up_then_the_difference_shows() -> None:
+    leaky = Ledger("full", total=20, free=10, running=1, staged=2, receiving=0, quarantined=0, cached=4, reserved=1)
+    assert ledger_imbalance(leaky) == 3
+    page = ledger_page(0, EngineStats(ledgers=[leaky]))
+    assert page["groups"] == [
+        {
+            "group": "full", "total": 20, "free": 10, "running": 1, "staged": 2, "receiving": 0, "quarantined": 0,
+            "cached": 4, "reserved": 1, "imbalance": 3,
+        }
+    ]  # fmt: skip
