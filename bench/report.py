@@ -177,7 +177,7 @@ def measure(dtype: str, model_folder: str, threads: int, rounds: int, say: Calla
     try:
         launcher.start()
         base_url = f"http://{launcher.router.ready['http']}"
-        decode_http = launcher.processes[1].ready["http"]
+        decode_http = launcher.servers[1].ready["http"]
         deadline = time.monotonic() + 60
         while httpx.get(base_url + "/health").status_code != 200:
             if time.monotonic() > deadline:

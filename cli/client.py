@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -54,7 +54,7 @@ def get_json(base_url: str, path: str, api_key: str = "", timeout_s: float = 5.0
 
 def stream_chat(
     base_url: str, body: dict[str, Any], answer: StreamedAnswer, api_key: str = "", timeout_s: float = 600.0
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yields the pieces of text of one chat completion and fills `answer`. Raises ApiError, also in mid-stream."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     url = base_url + "/v1/chat/completions"

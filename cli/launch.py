@@ -1,130 +1,43 @@
 """Starts and supervises the processes of a cluster on this machine.
 
 Every process prints one JSON line on its standard output when it listens (`{"event": "ready", ...}`), which gives the
-ports it got. A process that dies is started again on the same ports, with a growing pause, up to `max_restarts` times.
-Children end when this process ends, however it ends.
+ports it got. A process that dies is started again on the same ports after a pause that grows; one that ends more than
+`max_restarts` times without having run for STABLE_S in between ends the cluster. Children end when the launcher ends,
+however it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
-import os
-import select
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from cli.process import LaunchError, LaunchStopped, Process
+
+__all__ = ["LaunchError", "LaunchStopped", "Launcher", "Process"]
+
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-LOG_LINES_KEPT = 40
-
-
-class LaunchError(Exception):
-    """A process did not come up; the message holds the cause it gave."""
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+STABLE_S = 60.0  # a process that has run for this long starts with a clean slate
+FAST_EXIT_S = 3.0  # what a second SIGTERM leaves a server
+WATCH_S = 0.1
 
 
 @dataclass
-class Process:
-    """One server: how to start it, and the running process."""
+class _Care:
+    """What the launcher remembers about one process: how often it was started again, and when the next start is."""
 
-    role: str  # prefill, decode or router
-    name: str  # for people: prefill-0
-    arguments: list[str]
-    env: dict[str, str] = field(default_factory=dict)
-    log: Callable[[str], None] | None = None
-    child: subprocess.Popen[bytes] | None = None
-    ready: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES_KEPT))
-
-    def start(self) -> None:
-        """Starts the process; returns at once. A restart asks for the ports that the first start got."""
-        module = {"router": "router", "prefill": "prefill_server", "decode": "decode_server"}[self.role]
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", module, *self.arguments, *self._port_flags()],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **self.env},
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which then stops the children in order
-            preexec_fn=_die_with_parent,
-        )
-        threading.Thread(target=self._collect_log, args=(self.child,), daemon=True).start()
-
-    def _port_flags(self) -> list[str]:
-        if not self.ready:
-            return []
-        if self.role == "router":
-            return ["--port", _port(self.ready["http"]), "--grpc-port", _port(self.ready["grpc"])]
-        return [
-            *("--port", _port(self.ready["grpc"])),
-            *("--metrics-port", _port(self.ready["http"])),
-            *("--cache-store-port", _port(self.ready["cache_store"][0])),
-        ]
-
-    def _collect_log(self, child: subprocess.Popen[bytes]) -> None:
-        assert child.stderr is not None
-        for raw in child.stderr:
-            line = raw.decode(errors="replace").rstrip()
-            self.tail.append(line)
-            if self.log is not None:
-                self.log(f"{self.name}: {line}")
-
-    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """Waits for the ready line. Raises LaunchError with the process's own last words."""
-        assert self.child is not None and self.child.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        while (remaining := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select([self.child.stdout], [], [], min(remaining, 0.2))
-            if readable:
-                line = self.child.stdout.readline()
-                if line:
-                    with contextlib.suppress(json.JSONDecodeError):
-                        message = json.loads(line)
-                        if isinstance(message, dict) and message.get("event") == "ready":
-                            self.ready = message
-                            threading.Thread(target=_drain, args=(self.child.stdout,), daemon=True).start()
-                            return message
-                    continue
-            if self.child.poll() is not None:
-                raise LaunchError(f"{self.name} ended with status {self.child.returncode}: {self.last_words()}")
-        raise LaunchError(f"{self.name} was not ready within {timeout_s:.0f} s: {self.last_words()}")
-
-    def last_words(self) -> str:
-        return " | ".join(list(self.tail)[-3:]) or "it printed nothing"
-
-    def alive(self) -> bool:
-        return self.child is not None and self.child.poll() is None
-
-    def signal(self, number: int) -> None:
-        if self.child is not None and self.alive():
-            self.child.send_signal(number)
-
-
-def _port(address: str) -> str:
-    return address.rsplit(":", 1)[1]
-
-
-def _drain(stream: Any) -> None:
-    for _ in stream:
-        pass
+    next_start: float | None = None
+    announced: bool = True
 
 
 @dataclass
 class Launcher:
-    """Router, prefill and decode servers of one cluster."""
+    """Router, prefill and decode servers of one cluster. `start()`, `supervise()`, `stop()`; used by one thread."""
 
     model: str
     prefill_servers: int = 1
@@ -136,28 +49,43 @@ class Launcher:
     prefill_flags: list[str] = field(default_factory=list)
     decode_flags: list[str] = field(default_factory=list)
     router_flags: list[str] = field(default_factory=list)
+    environ: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 120.0
     max_restarts: int = len(RESTART_PAUSES_S)
     log: Callable[[str], None] | None = None
     say: Callable[[str], None] = print
-    processes: list[Process] = field(default_factory=list)
+    servers: list[Process] = field(default_factory=list)
+    _router: Process | None = None
 
-    def start(self) -> None:
-        """Starts the servers side by side, then the router. Raises LaunchError after stopping what had started."""
-        servers = [self._server("prefill", i, self.prefill_flags) for i in range(self.prefill_servers)]
-        servers += [self._server("decode", i, self.decode_flags) for i in range(self.decode_servers)]
-        self.processes = list(servers)
+    @property
+    def router(self) -> Process:
+        if self._router is None:
+            raise RuntimeError("the cluster has not been started")
+        return self._router
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.servers, *([self._router] if self._router is not None else [])]
+
+    def start(self, stop: threading.Event | None = None) -> None:
+        """Starts the servers side by side, then the router.
+
+        Raises LaunchError, or LaunchStopped once `stop` is set; nothing is left running then.
+        """
+        check_free("--port", self.host, self.port)
+        check_free("--grpc-port", self.host, self.grpc_port)
+        self.servers = [self._server("prefill", i, self.prefill_flags) for i in range(self.prefill_servers)]
+        self.servers += [self._server("decode", i, self.decode_flags) for i in range(self.decode_servers)]
         try:
-            for server in servers:
-                server.start()
-            for server in servers:
-                server.wait_ready(self.start_timeout_s)
-                self.say(f"  {server.name:<10} ready  gRPC {server.ready['grpc']}  metrics {server.ready['http']}")
-            router = self._router(servers)
-            self.processes.append(router)
-            router.start()
-            router.wait_ready(self.start_timeout_s)
-            self.say(f"  {router.name:<10} ready  HTTP {router.ready['http']}  gRPC {router.ready['grpc']}")
+            for server in self.servers:
+                server.start(self.environ)
+            for server in self.servers:
+                server.wait_ready(self.start_timeout_s, stop)
+                self._say_ready(server)
+            self._router = self._make_router()
+            self._router.start(self.environ)
+            self._router.wait_ready(self.start_timeout_s, stop)
+            self._say_ready(self._router)
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -165,59 +93,91 @@ class Launcher:
     def _server(self, role: str, index: int, flags: list[str]) -> Process:
         arguments = ["--model", self.model, "--host", "127.0.0.1", "--port", "0"]
         arguments += ["--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0"]
-        return Process(role, f"{role}-{index}", [*arguments, *self.server_flags, *flags], log=self.log)
+        return Process(role, f"{role}-{index}", [*arguments, *self.server_flags, *flags], self.log)
 
-    def _router(self, servers: list[Process]) -> Process:
+    def _make_router(self) -> Process:
         arguments = ["--model", self.model, "--host", self.host, "--drain-grace-secs", "0"]
         arguments += ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
-        for server in servers:
+        for server in self.servers:
             arguments += [f"--{server.role}", server.ready["grpc"]]
-        return Process("router", "router", [*arguments, *self.router_flags], log=self.log)
+        return Process("router", "router", [*arguments, *self.router_flags], self.log)
 
-    @property
-    def router(self) -> Process:
-        return self.processes[-1]
+    def _say_ready(self, process: Process) -> None:
+        places = f"HTTP {process.ready['http']}  gRPC {process.ready['grpc']}"
+        self.say(f"  {process.name:<10} ready  {places}  pid {process.ready['pid']}")
 
     def supervise(self, stop: threading.Event) -> int:
         """Restarts what dies until `stop` is set. Returns 1 when a process keeps dying, else 0."""
-        while not stop.wait(0.2):
+        care = {process.name: _Care() for process in self.processes}
+        while not stop.wait(WATCH_S):
             for process in self.processes:
-                if process.alive() or stop.is_set():
-                    continue
-                status = process.child.returncode if process.child else None
-                if process.restarts >= self.max_restarts:
-                    self.say(f"{process.name} ended again (status {status}): {process.last_words()}")
+                if not self._look_after(process, care[process.name]):
                     return 1
-                pause = RESTART_PAUSES_S[process.restarts]
-                self.say(f"{process.name} ended (status {status}); starting it again in {pause} s")
-                process.restarts += 1
-                if stop.wait(pause):
-                    break
-                process.start()
-                try:
-                    process.wait_ready(self.start_timeout_s)
-                except LaunchError as error:
-                    self.say(str(error))
         return 0
 
-    def stop(self, grace_s: float = 30.0) -> list[int]:
-        """SIGTERM to all, the router first; SIGKILL after `grace_s`. Returns the exit statuses."""
-        for process in reversed(self.processes):
-            process.signal(signal.SIGTERM)
+    def _look_after(self, process: Process, care: _Care) -> bool:
+        """One look at one process, without waiting; False when it is given up."""
+        now = time.monotonic()
+        if process.alive():
+            if not care.announced and process.listening:
+                care.announced = True
+                self._say_ready(process)
+            elif not care.announced and now - process.started_at > self.start_timeout_s:
+                self.say(f"{process.name} was not ready within {self.start_timeout_s:.0f} s; ending it")
+                process.send_signal(signal.SIGKILL)
+            return True
+        if care.next_start is None:
+            ended = f"{process.name} ended with status {process.status}: {process.last_words()}"
+            if care.announced and now - process.started_at > STABLE_S:
+                care.restarts = 0
+            if care.restarts >= self.max_restarts:
+                self.say(f"{ended}\n{process.name} has been started {care.restarts} times again; giving up")
+                return False
+            pause = RESTART_PAUSES_S[min(care.restarts, len(RESTART_PAUSES_S) - 1)]
+            self.say(f"{ended}\nstarting {process.name} again in {pause:g} s")
+            care.next_start = now + pause
+        elif now >= care.next_start:
+            care.restarts += 1
+            care.next_start, care.announced = None, False
+            process.start(self.environ)
+        return True
+
+    def stop(self, grace_s: float = 30.0, hurry: threading.Event | None = None) -> list[int]:
+        """Drains the router, then the servers, all within `grace_s`; ends what is left. Returns the exit statuses.
+
+        The router goes first, since its open streams need the servers. `hurry` cuts the grace short.
+        """
+        hurry = hurry or threading.Event()
         deadline = time.monotonic() + grace_s
-        statuses = []
-        for process in self.processes:
-            if process.child is None:
-                continue
-            try:
-                process.child.wait(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                # A second SIGTERM is the fast exit of every server; SIGKILL is for one that ignores it.
-                process.signal(signal.SIGTERM)
-                try:
-                    process.child.wait(timeout=3.0)
-                except subprocess.TimeoutExpired:
-                    process.child.kill()
-                    process.child.wait()
-            statuses.append(process.child.returncode)
-        return statuses
+        for group in ([self._router] if self._router is not None else [], self.servers):
+            for process in group:
+                process.send_signal(signal.SIGTERM)
+            while any(process.alive() for process in group):
+                if hurry.wait(WATCH_S / 4) or time.monotonic() > deadline:
+                    break
+        # A second SIGTERM is the fast exit of every server; SIGKILL is for one that ignores it.
+        left = [process for process in self.processes if process.alive()]
+        for process in left:
+            process.send_signal(signal.SIGTERM)
+        limit = time.monotonic() + FAST_EXIT_S
+        for process in left:
+            if not process.wait(limit - time.monotonic()):
+                process.send_signal(signal.SIGKILL)
+                process.wait(FAST_EXIT_S)
+        return [process.status for process in self.processes if process.status is not None]
+
+
+def check_free(flag: str, host: str, port: int) -> None:
+    """Raises LaunchError naming the flag when nothing can listen there; found out before any model is loaded."""
+    if port == 0:
+        return
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LaunchError(f"{flag} {port}: cannot listen on {host}:{port} ({reason}); choose another one") from None

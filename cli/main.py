@@ -9,22 +9,24 @@ from __future__ import annotations
 import importlib
 import sys
 
-# name: (module, function, what it does)
-COMMANDS: dict[str, tuple[str, str, str]] = {
-    "up": ("cli.up", "main", "start a router with prefill and decode servers on this machine"),
-    "router": ("router.__main__", "main", "start a router"),
-    "prefill": ("prefill_server.__main__", "main", "start a prefill server"),
-    "decode": ("decode_server.__main__", "main", "start a decode server"),
-    "chat": ("cli.chat", "main", "chat with a running router in the terminal"),
-    "status": ("cli.status", "main", "show servers, load and KV ledger of a running router"),
-    "bench": ("cli.bench", "main", "load generator: baton bench serve"),
-    "model": ("cli.model_prepare", "main", "prepare a model folder: baton model prepare"),
+# name: (module with a `main`, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("cli.up", "start a router with prefill and decode servers on this machine"),
+    "router": ("router.__main__", "start a router"),
+    "prefill": ("prefill_server.__main__", "start a prefill server"),
+    "decode": ("decode_server.__main__", "start a decode server"),
+    "chat": ("cli.chat", "chat with a running router in the terminal"),
+    "status": ("cli.status", "show servers, load and KV ledger of a running router"),
+    "bench": ("cli.bench", "load generator: baton bench serve"),
+    "model": ("cli.model_prepare", "prepare a model folder: baton model prepare"),
 }
+# Their `main` is that of `python -m`: it reads sys.argv and ends the process itself.
+SERVERS = ("router", "prefill", "decode")
 
 
 def usage() -> str:
     lines = ["usage: baton COMMAND [flags]", "", "commands:"]
-    lines += [f"  {name:<9}{what}" for name, (_, _, what) in COMMANDS.items()]
+    lines += [f"  {name:<9}{what}" for name, (_, what) in COMMANDS.items()]
     lines += ["", "`baton COMMAND --help` shows the flags of a command, `baton --version` the version."]
     return "\n".join(lines)
 
@@ -44,9 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"baton: unknown command {name!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module, function, _ = COMMANDS[name]
-    result = getattr(importlib.import_module(module), function)(rest)
-    return int(result or 0)
+    run = importlib.import_module(COMMANDS[name][0]).main
+    if name in SERVERS:
+        sys.argv = [sys.argv[0], *rest]
+        return int(run() or 0)
+    try:
+        return int(run(rest) or 0)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

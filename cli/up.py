@@ -7,8 +7,28 @@ import shlex
 import signal
 import sys
 import threading
+from types import FrameType
 
-from cli.launch import Launcher, LaunchError
+from cli.launch import Launcher, LaunchError, LaunchStopped
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as events: the first asks for an orderly stop, the second for a fast one."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.hurry = threading.Event()
+        self.number = 0
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.number = self.number or number
+        self.stop.set()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,24 +37,40 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prefill-servers", type=int, default=1, metavar="N", help="default 1; 0 is colocated serving")
     p.add_argument("--decode-servers", type=int, default=1, metavar="M", help="default 1")
     p.add_argument("--host", default="127.0.0.1", help="address that the router listens on (default 127.0.0.1)")
-    p.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default 8000)")
-    p.add_argument("--grpc-port", type=int, default=8001, help="gRPC port of the router (default 8001)")
-    p.add_argument("--server-flags", default="", help="flags for every server, one quoted string")
-    p.add_argument("--prefill-flags", default="", help="flags for the prefill servers")
-    p.add_argument("--decode-flags", default="", help="flags for the decode servers")
-    p.add_argument("--router-flags", default="", help="flags for the router")
+    p.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default 8000; 0: a free one)")
+    p.add_argument("--grpc-port", type=int, default=8001, help="gRPC port of the router (default 8001; 0: a free one)")
+    p.add_argument("--server-flags", default="", metavar="FLAGS", help="for every server: --server-flags='--threads 2'")
+    p.add_argument("--prefill-flags", default="", metavar="FLAGS", help="for the prefill servers")
+    p.add_argument("--decode-flags", default="", metavar="FLAGS", help="for the decode servers")
+    p.add_argument("--router-flags", default="", metavar="FLAGS", help="for the router")
     p.add_argument("--verbose", action="store_true", help="print the servers' logs")
     return p
 
 
+def _mistake(arguments: argparse.Namespace) -> str:
+    """What is wrong with the flags; empty when nothing is."""
+    if arguments.prefill_servers < 0:
+        return f"--prefill-servers {arguments.prefill_servers} must be 0 or more"
+    if arguments.decode_servers < 1:
+        return f"--decode-servers {arguments.decode_servers} must be 1 or more: without one nothing can answer"
+    for name in ("port", "grpc_port"):
+        if not 0 <= getattr(arguments, name) <= 65535:
+            return f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from 0 to 65535"
+    if arguments.port and arguments.port == arguments.grpc_port:
+        return f"--port and --grpc-port are both {arguments.port}; choose two"
+    for name in ("server_flags", "prefill_flags", "decode_flags", "router_flags"):
+        try:
+            shlex.split(getattr(arguments, name))
+        except ValueError as error:
+            return f"--{name.replace('_', '-')} {getattr(arguments, name)!r}: {error}"
+    return ""
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    for name in ("prefill_servers", "decode_servers"):
-        if getattr(arguments, name) < 0:
-            print(f"baton up: --{name.replace('_', '-')} must be 0 or more", file=sys.stderr)
-            return 2
-    if arguments.decode_servers < 1:
-        print("baton up: --decode-servers must be at least 1: without one nothing can answer", file=sys.stderr)
+    mistake = _mistake(arguments)
+    if mistake:
+        print(f"baton up: {mistake}", file=sys.stderr)
         return 2
     from cli.model_prepare import ModelPrepareError, prepare_model
 
@@ -55,27 +91,31 @@ def main(argv: list[str] | None = None) -> int:
         decode_flags=shlex.split(arguments.decode_flags),
         router_flags=shlex.split(arguments.router_flags),
         log=(lambda line: print(line, file=sys.stderr)) if arguments.verbose else None,
+        say=lambda line: print(line, flush=True),
     )
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    print(f"starting {arguments.prefill_servers} prefill + {arguments.decode_servers} decode servers, model {model}")
+    signals = StopSignals()
+    signals.install()
+    launcher.say(
+        f"starting {arguments.prefill_servers} prefill + {arguments.decode_servers} decode servers, model {model}"
+    )
     try:
-        launcher.start()
+        launcher.start(signals.stop)
+    except LaunchStopped:
+        launcher.say("stopped before everything was up")
+        return 128 + signals.number
     except LaunchError as error:
         print(f"baton up: {error}", file=sys.stderr)
         return 1
-    url = f"http://{launcher.router.ready['http']}"
-    print(
-        f"\nBaton serves at {url}/v1\n"
-        f"  try:    .venv/bin/baton chat --base-url {url}\n"
-        f"  status: .venv/bin/baton status --base-url {url}\n"
-        "  stop:   Ctrl-C",
-        flush=True,
+    address = launcher.router.ready["http"]
+    launcher.say(
+        f"\nBaton serves at http://{address}/v1\n"
+        f"  try:    baton chat --base-url http://{address}\n"
+        f"  status: baton status --base-url http://{address}\n"
+        "  stop:   Ctrl-C"
     )
-    status = launcher.supervise(stop)
-    print("stopping", flush=True)
-    launcher.stop()
+    status = launcher.supervise(signals.stop)
+    launcher.say("stopping (a second Ctrl-C ends open requests at once)")
+    launcher.stop(hurry=signals.hurry)
     return status
 
 
