@@ -1,0 +1,116 @@
+"""What every HTTP request has: an id, the API key's check, figures, an answer in the one error form."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.http.errors import ClientGone, error_response, internal_error, unauthenticated
+from rpc.errors import BatonError, ErrorCode
+from rpc.ids import new_request_id, valid_request_id
+from rpc.metrics import Registry
+
+ID_HEADERS = ("x-request-id", "x-trace-id", "x-correlation-id")
+# Probes and scrapers have no key, and ids that their senders make up are no reason to fail them.
+OPEN_PATHS = frozenset(("/health", "/ping", "/live", "/liveness", "/ready", "/readiness", "/version", "/metrics"))
+UNMATCHED = "unmatched"
+WORKER_TEMPLATE = "/workers/{role}/{address}"
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+CLIENT_GONE = 499
+
+_log = logging.getLogger(__name__)
+
+
+def header_request_id(headers: Headers) -> str:
+    """The id that the client gave in a header, "" when there is none; INVALID_PARAMS for one that cannot be used."""
+    for name in ID_HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            if not valid_request_id(value):
+                raise BatonError(
+                    ErrorCode.INVALID_PARAMS,
+                    f"{name} must be 1 to 128 characters out of A-Z a-z 0-9 . _ : -",
+                    param=name,
+                )
+            return value
+    return ""
+
+
+class RequestScope:
+    """ASGI middleware around all endpoints. `paths` are the served ones: the `route` label of the figures.
+
+    Puts `request_id` into `scope["state"]`; an endpoint that learns a better one (from the body) replaces it there
+    before it answers. A `ClientGone` that leaves the endpoint is counted as 499, any other exception answered with 500.
+    """
+
+    def __init__(self, app: ASGIApp, *, paths: frozenset[str], metrics: Registry, api_keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._paths = paths
+        self._metrics = metrics
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        route = path if path in self._paths else WORKER_TEMPLATE if path.startswith("/workers/") else UNMATCHED
+        method: str = scope["method"] if scope["method"] in METHODS else "other"
+        began = time.monotonic()
+        state = scope.setdefault("state", {})
+        status = CLIENT_GONE
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                request_id = state["request_id"].encode()
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*headers, (b"x-request-id", request_id)]}
+            await send(message)
+
+        with self._metrics.track("baton_http_inflight_requests", route=route):
+            try:
+                await self._answer(scope, receive, send_with_id, path)
+            except ClientGone:
+                status = CLIENT_GONE
+            except Exception:
+                _log.exception("request %s failed unexpectedly", state["request_id"])
+                if status != CLIENT_GONE:  # it has begun to answer; only breaking it off tells the client
+                    raise
+                await error_response(internal_error(), state["request_id"])(scope, receive, send_with_id)
+            finally:
+                self._metrics.inc("baton_http_requests_total", route=route, method=method, status=str(status))
+                seconds = time.monotonic() - began
+                self._metrics.observe("baton_http_request_duration_seconds", seconds, route=route, method=method)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+        headers = Headers(scope=scope)
+        state = scope["state"]
+        state["request_id"] = ""
+        try:
+            state["request_id"] = state["header_request_id"] = header_request_id(headers)
+        except BatonError as error:
+            if path not in OPEN_PATHS:
+                state["request_id"] = new_request_id()
+                await error_response(error, state["request_id"])(scope, receive, send)
+                return
+        state["request_id"] = state["request_id"] or new_request_id()
+        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
+            response = error_response(unauthenticated(), state["request_id"], {"WWW-Authenticate": "Bearer"})
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Compares with every key, each in constant time."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        raw = given.strip().encode("latin-1", "replace")
+        found = [hmac.compare_digest(raw, key) for key in self._keys]
+        return any(found)
