@@ -195,13 +195,16 @@ class Attempt:
         source = abort_source(cause) if cause is not None else "peer"
         code = cause.code if cause is not None else ErrorCode.CANCELLED
         prefill, decode = self._prefill, self._decode
-        loaded = decode is not None and decode.loaded
-        if decode is not None and not decode.ended_by_server:
-            self._give_up(decode, code, source)
+        if decode is not None:
+            decode.close()
+            if not decode.ended_by_server:
+                self._abort(decode, code, source)
         if prefill is not None:
-            staged = prefill.answered and prefill.hold_kv and not loaded
+            prefill.close()
+            # Nobody but the router can end what is staged before the decode server has loaded it.
+            staged = prefill.answered and prefill.hold_kv and not (decode is not None and decode.loaded)
             if staged or not prefill.ended_by_server:
-                self._give_up(prefill, code, source)
+                self._abort(prefill, code, source)
 
     def uses(self, worker: Worker) -> bool:
         """Whether a leg is open on `worker`."""
@@ -280,8 +283,7 @@ class Attempt:
             clock=context.clock,
         )
 
-    def _give_up(self, leg: Leg, code: ErrorCode, source: AbortSource) -> None:
-        leg.close()
+    def _abort(self, leg: Leg, code: ErrorCode, source: AbortSource) -> None:
         self._context.aborts.send(leg.role, leg.worker.address, leg.key, code, source)
 
     def _silent(self, leg: Leg) -> BatonError:
@@ -321,7 +323,6 @@ class Attempt:
         if not response.HasField("result"):
             self._leg_failed(leg, breach("an answer without a prefill result"))
             return
-        leg.answered = True
         leg.end(None)
         self._leg_stage("prefill", leg)
         for stage, seconds in response.timeline.stages.items():

@@ -226,10 +226,11 @@ class Leg:
             breaker.neutral()
 
     def close(self) -> None:
-        """Gives the call up at once. Idempotent."""
-        self._closed = True
-        self._call.cancel()
-        self._task.cancel()
+        """Gives the call up at once, if it has not ended. Idempotent."""
+        if not self.ended_by_server:
+            self._closed = True
+            self._call.cancel()
+            self._task.cancel()
         if not self.ended:
             self.ended = True
             self._guard.release()
@@ -263,7 +264,8 @@ class PrefillLeg(Leg):
         response = await self._call
         self.last_event = self._clock()
         self.worker.heard()
-        self.ended_by_server = True
+        # From here on something may be staged, also if nobody takes the letter any more.
+        self.ended_by_server = self.answered = True
         self._mailbox.put((self, response))
 
 

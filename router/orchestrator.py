@@ -71,7 +71,11 @@ class Orchestrator:
         context = AttemptContext(pool, registry, chooser, metrics, self._tasks, aborts, self.settings.limits, clock)
         self._attempts: set[Attempt] = set()
         self._run_context = RunContext(
-            context, self._attempts, admission if admission is not None else Admission(), self._rng
+            context,
+            self._attempts,
+            admission if admission is not None else Admission(),
+            self._rng,
+            lambda: self.model().eos_token_ids,
         )
         self._ticker: asyncio.Task[None] | None = None
         registry.on_lost.append(self._lost)

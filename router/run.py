@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -17,7 +18,7 @@ from router.choice import Choice
 from router.failover import Failover
 from router.merge import TokenMerge
 from router.open_requests import LegNote, OpenRequest
-from router.requests import MAX_SEED, FinishEvent, RouterRequest, TokensEvent
+from router.requests import MAX_SEED, FinishEvent, FinishReason, RouterRequest, TokensEvent
 from router.worker import Worker
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import request_key
@@ -40,6 +41,7 @@ class RunContext:
     running: AttemptTable
     admission: Admission
     rng: random.Random
+    eos_token_ids: Callable[[], Collection[int]]
 
 
 class Run:
@@ -103,6 +105,11 @@ class Run:
             except BatonError as error:
                 if self._stop is not None:
                     return self._ended_from_outside(self._stop)
+                complete = self._complete()
+                if complete is not None:
+                    # Only the servers' word about the end is missing.
+                    self._end_attempt(error)
+                    return self._finish_event(*complete)
                 await self._failed(error)
                 continue
             if isinstance(event, Ended):
@@ -214,6 +221,18 @@ class Run:
         self._clock.add_retry_wait(wait_s)
         self._clock.restore_stage("choose" if self._admitted else "queue")
 
+    def _complete(self) -> tuple[FinishReason, int | None] | None:
+        """How the answer ended, if its last token is out already; a further attempt would add one too many."""
+        token_ids, sampling = self._merge.token_ids, self._request.sampling
+        if not token_ids:
+            return None
+        last = token_ids[-1]
+        if len(token_ids) > sampling.min_tokens and (
+            last in sampling.stop_token_ids or (not sampling.ignore_eos and last in self._context.eos_token_ids())
+        ):
+            return "stop", last
+        return ("length", None) if len(token_ids) >= sampling.max_tokens else None
+
     # -- events
 
     def _progress(self, event: TokensEvent) -> TokensEvent:
@@ -232,13 +251,15 @@ class Run:
         self._end_attempt(None)
         return self._finish_event(ended.reason, ended.stop_token_id, ended.preemptions)
 
-    def _finish_event(self, reason: str, stop_token_id: int | None = None, preemptions: int = 0) -> FinishEvent:
+    def _finish_event(
+        self, reason: FinishReason, stop_token_id: int | None = None, preemptions: int = 0
+    ) -> FinishEvent:
         self._clock.finish_stage()
         timeline = {f"router.{stage}": seconds for stage, seconds in self._clock.seconds().items()}
         timeline |= self._timeline
         self._owner.timeline = timeline
         return FinishEvent(
-            reason=reason,  # type: ignore[arg-type]
+            reason=reason,
             stop_token_id=stop_token_id,
             timeline=timeline,
             attempts=self._attempts,

@@ -517,7 +517,14 @@ class Cluster:
                 and not len(self.orchestrator._tasks)
             )
 
-        await self.until(clean)
+        try:
+            await self.until(clean)
+        except TimeoutError:
+            raise AssertionError(
+                f"left open: {[(s.role, s.open, s.staged) for s in self.servers]}, in flight"
+                f" {[(w, w.inflight) for w in self.registry.workers()]}, requests {len(self.open_requests)},"
+                f" attempts {self.orchestrator._attempts}, tasks {self.orchestrator._tasks._tasks}"
+            ) from None
 
 
 @dataclass

@@ -1,0 +1,505 @@
+"""The orchestrator when servers fail: retry, migration, budget, breaker, silence, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import aclosing
+
+import pytest
+
+from router.attempt import AttemptLimits
+from router.breaker import BreakerSettings, BreakerState
+from router.budget import Backoff
+from router.failover import FailoverSettings
+from router.requests import FinishEvent, TokensEvent
+from rpc.errors import BatonError, ErrorCode
+from rpc.status import load_failed
+from tests.unit.router.scripted import Hold, answer, fails, make_request, running_cluster
+
+PROMPT = (5, 6, 7, 8)
+
+
+def counted(cluster, name, **labels):
+    return cluster.metrics.value(name, **labels) or 0
+
+
+RETRYABLE_ON_DECODE = [
+    ErrorCode.DECODE_MALLOC_FAILED,
+    ErrorCode.EXECUTION_EXCEPTION,
+    ErrorCode.LOAD_KV_CACHE_FAILED,
+    ErrorCode.WAIT_TO_RUN_TIMEOUT,
+    ErrorCode.SERVER_DRAINING,
+    ErrorCode.OUTPUT_QUEUE_FULL,
+]
+
+
+@pytest.mark.parametrize("code", RETRYABLE_ON_DECODE)
+async def test_generate_when_a_decode_server_refuses_then_the_other_one_serves_it(code):
+    async with running_cluster(1, 2) as cluster:
+        prefill, first, second = cluster.servers
+        first.at["start"] = fails(code)
+        # Before the prompt is computed, so that no token is out.
+        prefill.at["answer"] = lambda: first.until(lambda: first.seen and not first.open)
+        result = await cluster.collect(make_request())
+        assert result.tokens == answer(PROMPT, 6)
+        assert len(second.seen) == 1
+        assert counted(cluster, "baton_retries_total", role="decode", code=code.name) == 1
+        await cluster.settled()
+        if code is ErrorCode.DECODE_MALLOC_FAILED:
+            # Tried elsewhere while the prompt was being computed: once, under one key.
+            assert len(prefill.seen) == 1
+            assert result.finish.attempts == 1
+            assert first.seen[0].request_key == second.seen[0].request_key
+        else:
+            assert result.finish.attempts == 2
+            assert [seen.request_key.split(".")[0][-2:] for seen in prefill.seen] == ["#0", "#1"]
+
+
+async def test_generate_when_decode_reports_602_then_it_is_treated_as_8211():
+    async with running_cluster(1, 1) as cluster:
+        cluster.servers[1].at["start"] = fails(ErrorCode.MALLOC_FAILED)
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.DECODE_MALLOC_FAILED
+        assert caught.value.http_status == 503
+        await cluster.settled()
+
+
+@pytest.mark.parametrize("code", [ErrorCode.MALLOC_FAILED, ErrorCode.EXECUTION_EXCEPTION, ErrorCode.SERVER_DRAINING])
+async def test_generate_when_a_prefill_server_fails_then_the_other_one_serves_it_and_decode_is_aborted(code):
+    async with running_cluster(2, 1) as cluster:
+        first, second, decode = cluster.servers
+        first.at["start"] = fails(code)
+        result = await cluster.collect(make_request())
+        assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 2)
+        assert len(second.seen) == 1
+        assert [key for key, _, _ in decode.aborted] == [first.seen[0].request_key]
+        assert counted(cluster, "baton_retries_total", role="prefill", code=code.name) == 1
+        await cluster.settled()
+
+
+@pytest.mark.parametrize("point", ["start", "reserved", "loaded"])
+@pytest.mark.parametrize("code", [ErrorCode.EXECUTION_EXCEPTION, ErrorCode.INVALID_PARAMS])
+async def test_f4_a_failing_decode_leg_aborts_a_running_prefill_leg_at_once(point, code):
+    async with running_cluster(1, 1, failover=FailoverSettings(max_retries=0, migration_limit=0)) as cluster:
+        prefill, decode = cluster.servers
+        prefill.at["answer"] = Hold()
+        decode.at[point] = fails(code)
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is code
+        await prefill.until(lambda: prefill.aborted)
+        key, number, source = prefill.aborted[0]
+        assert (key, number, source) == (prefill.seen[0].request_key, int(code), "peer")
+        await cluster.settled()
+
+
+@pytest.mark.parametrize("code", [ErrorCode.INVALID_PARAMS, ErrorCode.LONG_PROMPT_ERROR, ErrorCode.OUT_OF_VOCAB_RANGE])
+async def test_generate_when_the_failure_is_the_requests_own_then_it_is_not_tried_again(code):
+    async with running_cluster(2, 2) as cluster:
+        for server in cluster.servers:
+            server.at["start"] = fails(code)
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is code
+        assert sum(len(s.seen) for s in cluster.servers) <= 2
+        await cluster.settled()
+
+
+async def test_p1_prefill_refuses_and_the_load_fails_with_it_then_the_client_gets_the_refusal():
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.servers
+        hold = Hold()
+
+        async def refuse() -> None:
+            await hold()
+            raise BatonError(ErrorCode.LONG_PROMPT_ERROR, "too long for this server")
+
+        def load_fails() -> None:
+            hold.let_go.set()
+            raise load_failed(BatonError(ErrorCode.LONG_PROMPT_ERROR))
+
+        prefill.at["start"] = refuse
+        decode.at["reserved"] = load_fails
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.LONG_PROMPT_ERROR
+        assert caught.value.message == "too long for this server"
+        assert len(prefill.seen) == 1
+        await cluster.settled()
+
+
+async def test_generate_when_every_retry_fails_then_the_servers_code_reaches_the_client():
+    async with running_cluster(1, 1) as cluster:
+        cause = BatonError(ErrorCode.KV_CHECKSUM_MISMATCH)
+
+        def fail() -> None:
+            raise load_failed(cause)
+
+        cluster.servers[1].at["start"] = fail
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.LOAD_KV_CACHE_FAILED
+        assert caught.value.metadata["cause"] == "KV_CHECKSUM_MISMATCH"
+        assert len(cluster.servers[1].seen) == 4
+        await cluster.settled()
+        assert len(cluster.access.lines) == 1
+        assert [leg["code"] for leg in cluster.access.lines[0]["servers"]] == ["LOAD_KV_CACHE_FAILED"] * 4
+
+
+async def test_generate_when_it_makes_every_server_fail_then_8513_which_nobody_retries():
+    async with running_cluster(1, 2) as cluster:
+        for server in cluster.servers[1:]:
+            server.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION)
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.WORKER_EXECUTION_FAILED
+        assert caught.value.metadata["first_cause"] == "EXECUTION_EXCEPTION"
+        assert not caught.value.spec.retryable
+
+
+async def test_generate_when_the_retry_budget_is_used_up_then_8610_with_the_first_cause():
+    async with running_cluster(1, 1, retry_budget_ratio=0.0) as cluster:
+        cluster.servers[1].at["start"] = fails(ErrorCode.WAIT_TO_RUN_TIMEOUT, where="there")
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.RETRY_BUDGET_EXHAUSTED
+        assert caught.value.metadata["first_cause_code"] == "8213"
+        assert caught.value.metadata["where"] == "there"
+        assert counted(cluster, "baton_retry_budget_exhausted_total", role="decode") == 1
+        assert len(cluster.servers[1].seen) == 1
+        await cluster.settled()
+
+
+async def test_generate_when_a_server_drains_then_trying_another_costs_no_budget():
+    async with running_cluster(1, 2, retry_budget_ratio=0.0) as cluster:
+        cluster.servers[1].at["start"] = fails(ErrorCode.SERVER_DRAINING)
+        assert (await cluster.collect(make_request())).tokens == answer(PROMPT, 6)
+
+
+@pytest.mark.parametrize("point", ["token:1", "token:2", "token:4", "finished"])
+@pytest.mark.parametrize("how", ["killed", "typed"])
+async def test_generate_when_decode_dies_in_mid_stream_then_the_answer_goes_on_elsewhere(point, how):
+    async with running_cluster(1, 2) as cluster:
+        prefill, first, second = cluster.servers
+        first.at[point] = first.stop if how == "killed" else fails(ErrorCode.EXECUTION_EXCEPTION)
+        result = await cluster.collect(make_request())
+        assert result.tokens == answer(PROMPT, 6)
+        assert result.indices == list(range(6))
+        assert len(result.summaries) == 1
+        assert (result.finish.reason, result.finish.attempts) == ("length", 1 if point == "finished" else 2)
+        if point == "finished":
+            assert not second.seen  # every token was out
+        else:
+            emitted = int(point[-1])
+            assert list(second.seen[0].output_token_ids) == answer(PROMPT, emitted)
+            assert second.seen[0].sampling.seed == first.seen[0].sampling.seed
+        assert counted(cluster, "baton_migrations_total", result="ok") == (0 if point == "finished" else 1)
+        await cluster.settled()
+
+
+async def test_generate_when_prefill_dies_after_its_answer_then_the_answer_goes_on_through_another():
+    async with running_cluster(2, 1) as cluster:
+        first, second, decode = cluster.servers
+        hold = Hold()
+        decode.at["reserved"] = hold
+        got = []
+        async with aclosing(cluster.orchestrator.generate(make_request())) as events:
+            got.append(await anext(events))
+            decode.at["reserved"] = lambda: None
+            await first.stop()
+            cluster.engines.pop(first.engine_id)
+            hold.let_go.set()
+            got += [event async for event in events]
+        tokens = [t.token_id for event in got if isinstance(event, TokensEvent) for t in event.tokens]
+        assert tokens == answer(PROMPT, 6)
+        assert list(second.seen[0].output_token_ids) == answer(PROMPT, 1)
+        await cluster.settled()
+
+
+async def test_generate_when_prefill_dies_after_the_load_then_nobody_notices():
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.servers
+        hold = Hold()
+        decode.at["token:2"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await hold.wait_reached()
+        await prefill.stop()
+        await cluster.until(lambda: cluster.worker(prefill).state == "unhealthy")
+        hold.let_go.set()
+        result = await task
+        assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 1)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("point", ["before_first_token", "mid_stream"])
+async def test_generate_when_the_only_server_dies_then_a_typed_error_comes_soon(victim, point):
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.servers
+        dying = prefill if victim == "prefill" else decode
+        hold = Hold()
+        if point == "before_first_token":
+            dying.at["start"] = hold
+        else:
+            (decode.at)["reserved" if victim == "prefill" else "token:3"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await hold.wait_reached()
+        if point == "mid_stream":
+            await prefill.until(lambda: not prefill.open)
+        began = time.monotonic()
+        await dying.stop()
+        cluster.engines.pop(dying.engine_id)
+        hold.let_go.set()
+        with pytest.raises(BatonError) as caught:
+            await task
+        assert time.monotonic() - began < 5
+        expected = ErrorCode.NO_PREFILL_WORKER if victim == "prefill" else ErrorCode.NO_DECODE_WORKER
+        assert caught.value.code is expected
+        assert caught.value.metadata["first_cause"]
+        await cluster.settled()
+
+
+async def test_generate_when_prefill_is_gone_and_decode_may_serve_alone_then_the_stream_migrates_there():
+    async with running_cluster(1, 1, local=True) as cluster:
+        prefill, decode = cluster.servers
+        hold = Hold()
+        decode.at["reserved"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await prefill.until(lambda: prefill.staged and not prefill.open)
+        await hold.wait_reached()
+        await prefill.stop()
+        cluster.engines.pop(prefill.engine_id)
+        hold.let_go.set()
+        result = await task
+        assert result.tokens == answer(PROMPT, 6)
+        assert (result.finish.path, result.finish.attempts) == ("colocated", 2)
+        await cluster.settled()
+
+
+async def test_generate_when_streams_break_again_and_again_then_the_migration_limit_ends_it():
+    async with running_cluster(1, 2, failover=FailoverSettings(migration_limit=2, backoff=Backoff(0.005))) as cluster:
+        for server in cluster.servers[1:]:
+            server.at = {f"token:{i}": fails(ErrorCode.LOAD_CACHE_TIMEOUT) for i in range(1, 6)}
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.LOAD_CACHE_TIMEOUT
+        assert counted(cluster, "baton_migrations_total", result="limit") == 1
+        assert sum(len(s.seen) for s in cluster.servers[1:]) == 3
+        await cluster.settled()
+        labels = {"model_name": "tiny", "api": "completions", "code": "LOAD_CACHE_TIMEOUT", "phase": "mid_stream"}
+        assert counted(cluster, "baton_request_errors_total", **labels) == 1
+
+
+async def test_generate_when_the_server_comes_back_within_moments_then_the_request_waits_for_it():
+    async with running_cluster(
+        1, 1, failover=FailoverSettings(backoff=Backoff(0.005, 0.02), patience_s=4.0)
+    ) as cluster:
+        decode = cluster.servers[1]
+        decode.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION, times=1)
+        hold = Hold()
+        decode.at["token:3"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await hold.wait_reached()
+        decode.at.clear()
+        await decode.restart()
+        hold.let_go.set()
+        result = await task
+        assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 3)
+        await cluster.settled()
+
+
+async def test_f1_a_decode_server_that_is_stopped_loses_its_stream_within_the_limit():
+    async with running_cluster(1, 2) as cluster:
+        _, first, second = cluster.servers
+        hold = Hold()
+        first.at["token:3"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await hold.wait_reached()
+        began = time.monotonic()
+        first.muted = True
+        result = await task
+        assert time.monotonic() - began < 3
+        assert result.tokens == answer(PROMPT, 6)
+        assert len(second.seen) == 1
+        assert cluster.worker(first).state == "unhealthy"
+        assert cluster.access.lines[0]["servers"][0]["code"] == "KEEP_ALIVE_TIMEOUT"
+        assert not cluster.worker(first).inflight
+
+
+async def test_f1_a_stopped_decode_server_without_another_gives_a_typed_error():
+    async with running_cluster(1, 1) as cluster:
+        decode = cluster.servers[1]
+        hold = Hold()
+        decode.at["token:3"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await hold.wait_reached()
+        decode.muted = True
+        with pytest.raises(BatonError) as caught:
+            await task
+        assert caught.value.code is ErrorCode.NO_DECODE_WORKER
+        assert caught.value.metadata["first_cause"] == "KEEP_ALIVE_TIMEOUT"
+
+
+async def test_generate_when_a_live_server_streams_nothing_for_too_long_then_8214():
+    limits = AttemptLimits(silence_s=0.1, inactivity_s=0.4)
+    failover = FailoverSettings(migration_limit=0)
+    async with running_cluster(1, 1, limits=limits, failover=failover) as cluster:
+        cluster.servers[1].at["token:3"] = Hold()
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.KEEP_ALIVE_TIMEOUT
+        assert cluster.worker(cluster.servers[1]).state in ("ready", "unhealthy")
+        await cluster.settled()
+
+
+async def test_generate_when_reservation_takes_too_long_then_another_decode_server_is_tried():
+    async with running_cluster(1, 2, limits=AttemptLimits(reserve_s=0.4)) as cluster:
+        cluster.servers[1].at["start"] = Hold()
+        result = await cluster.collect(make_request())
+        assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 2)
+        await cluster.settled()
+
+
+async def test_breaker_when_a_server_keeps_failing_then_it_gets_no_requests_until_its_time_is_over():
+    breaker = BreakerSettings(failure_threshold=2, success_threshold=1, open_s=0.5)
+    async with running_cluster(1, 2, breaker=breaker) as cluster:
+        bad = cluster.servers[1]
+        bad.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION)
+        for _ in range(8):
+            assert (await cluster.collect(make_request())).tokens == answer(PROMPT, 6)
+        assert len(bad.seen) == 2
+        worker = cluster.worker(bad)
+        assert worker.breaker.state is BreakerState.OPEN
+        labels = {"role": "decode", "worker": bad.address}
+        assert counted(cluster, "baton_breaker_state", **labels) == 1
+        bad.at.clear()
+        await cluster.until(lambda: worker.breaker.state is BreakerState.HALF_OPEN)
+        for _ in range(2):
+            await cluster.collect(make_request())
+        assert worker.breaker.state is BreakerState.CLOSED
+        assert counted(cluster, "baton_breaker_transitions_total", **labels, to="closed") == 1
+
+
+async def test_r4_failures_of_the_requests_themselves_never_open_a_breaker():
+    async with running_cluster(1, 1) as cluster:
+        cluster.servers[0].at["start"] = fails(ErrorCode.LONG_PROMPT_ERROR)
+        for _ in range(30):
+            with pytest.raises(BatonError) as caught:
+                await cluster.collect(make_request())
+            assert caught.value.code is ErrorCode.LONG_PROMPT_ERROR
+        for server in cluster.servers:
+            labels = {"role": server.role, "worker": server.address}
+            assert counted(cluster, "baton_breaker_state", **labels) == 0
+            assert cluster.worker(server).breaker.state is BreakerState.CLOSED
+
+
+async def test_breaker_when_the_only_server_has_it_open_then_it_is_used_all_the_same():
+    breaker = BreakerSettings(failure_threshold=1, open_s=60)
+    async with running_cluster(1, 1, breaker=breaker) as cluster:
+        decode = cluster.servers[1]
+        decode.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION, times=1)
+        result = await cluster.collect(make_request())
+        assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 2)
+        policy = {"role": "decode", "policy": "round_robin"}
+        assert counted(cluster, "baton_router_decisions_total", **policy, result="fallback") == 1
+
+
+CANCEL_POINTS = [
+    ("decode", "start"),
+    ("decode", "reserved"),
+    ("decode", "loaded"),
+    ("decode", "token:0"),
+    ("decode", "token:1"),
+    ("decode", "token:3"),
+    ("decode", "finished"),
+    ("prefill", "start"),
+    ("prefill", "answer"),
+]
+
+
+@pytest.mark.parametrize(("role", "point"), CANCEL_POINTS)
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_generate_when_the_client_leaves_then_every_open_leg_is_aborted(role, point, how):
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.servers
+        hold = Hold()
+        (prefill if role == "prefill" else decode).at[point] = hold
+        events = cluster.orchestrator.generate(make_request(max_tokens=5))
+        if how == "cancelled":
+
+            async def read() -> None:
+                async with aclosing(events):
+                    async for _ in events:
+                        pass
+
+            task = asyncio.create_task(read())
+            await hold.wait_reached()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            first = asyncio.create_task(anext(events))
+            await hold.wait_reached()
+            if (role, point) in [("decode", "token:3"), ("decode", "finished"), ("decode", "token:1")]:
+                await first
+            else:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            await events.aclose()
+        key = decode.seen[0].request_key
+        await decode.until(lambda: decode.aborted)
+        assert [k for k, _, _ in decode.aborted] == [key]
+        loaded = point in ("token:0", "token:1", "token:3", "finished")
+        if not loaded:
+            await prefill.until(lambda: prefill.aborted)
+            assert [k for k, _, _ in prefill.aborted] == [key]
+        await cluster.settled()
+        assert counted(cluster, "baton_request_errors_total", **_client_gone()) in (0, 1)
+
+
+def _client_gone() -> dict[str, str]:
+    return {"model_name": "tiny", "api": "completions", "code": "CANCELLED", "phase": "before_first_token"}
+
+
+async def test_k10_client_leaves_between_the_prefill_answer_and_the_first_decode_token_then_nothing_stays_staged():
+    rng = random.Random(7)
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.servers
+        for _ in range(20):
+            hold = Hold()
+            decode.at = {rng.choice(["start", "reserved", "loaded", "token:0"]): hold}
+            events = cluster.orchestrator.generate(make_request())
+            await anext(events)  # the prefill server's token
+            await hold.wait_reached()
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            await events.aclose()
+            async with asyncio.timeout(1):
+                await cluster.settled()
+        assert not prefill.staged
+
+
+async def test_generate_when_many_requests_run_while_servers_come_and_go_then_every_answer_is_right():
+    async with running_cluster(2, 3, policy="least_load") as cluster:
+        rng = random.Random(5)
+        prompts = [[rng.randrange(10, 5000) for _ in range(rng.randrange(1, 30))] for _ in range(60)]
+        stopping = cluster.servers[2]
+
+        async def one(prompt: list[int]) -> None:
+            count = rng.randrange(1, 20)
+            result = await cluster.collect(make_request(prompt, count))
+            assert result.tokens == answer(prompt, count)
+            assert isinstance(result.finish, FinishEvent)
+
+        async def kill() -> None:
+            await stopping.until(lambda: len(stopping.seen) >= 5)
+            await stopping.stop()
+            await stopping.restart()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(kill())
+            for prompt in prompts:
+                group.create_task(one(prompt))
+        await cluster.settled()
