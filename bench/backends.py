@@ -3,6 +3,9 @@
 Each back end sends one request and books every chunk into a RequestResult. The clock is read when the chunk was read
 from the socket. A request counts as failed when it answers with an error, breaks off, lacks the end mark, or gives
 another number of tokens than asked for under --ignore-eos.
+
+A chunk's token count is the growth of `completion_tokens` in its running usage (`continuous_usage_stats`). A server
+that does not send it has its chunks counted as one token each, and the total corrected by the usage at the end.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +23,11 @@ import httpx
 from bench.datasets import Prompt
 from bench.results import RequestResult
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
+
+CONNECT_TIMEOUT_S = 10.0
+ERROR_TEXT_LENGTH = 200
+# Pieces of a malformed answer surface as one of these.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,25 @@ class Target:
     timeout_s: float = 600.0
 
 
+class RequestFailed(Exception):
+    """The server answered with an error or broke the stream off."""
+
+
 class Backend(ABC):
-    def __init__(self, target: Target, epoch: float) -> None:
+    """One kind of client. `epoch` is the reading of `clock` at which the benchmark began."""
+
+    def __init__(self, target: Target, clock: Callable[[], float] = time.monotonic) -> None:
         self.target = target
-        self.epoch = epoch  # reading of time.monotonic() at which the benchmark began
+        self._clock = clock
+        self.epoch = clock()
 
     def now(self) -> float:
-        return time.monotonic() - self.epoch
+        """Seconds since the benchmark began."""
+        return self._clock() - self.epoch
+
+    def restart_clock(self) -> None:
+        """The benchmark begins now; what was sent before was warm-up."""
+        self.epoch = self._clock()
 
     @abstractmethod
     async def _send(self, prompt: Prompt, result: RequestResult) -> None:
@@ -58,29 +79,30 @@ class Backend(ABC):
         result = RequestResult(self.now(), len(prompt.token_ids), lateness_s)
         try:
             await self._send(prompt, result)
-        except (RequestFailed, httpx.HTTPError, grpc.RpcError, ValueError, KeyError) as error:
+        except grpc.aio.AioRpcError as error:
+            result.error = f"{error.code().name}: {error.details()}"
+        except (RequestFailed, httpx.HTTPError, httpx.InvalidURL) as error:
             result.error = str(error) or type(error).__name__
-            return result
-        if self.target.ignore_eos and result.output_tokens != prompt.output_tokens:
-            result.error = f"{result.output_tokens} tokens instead of {prompt.output_tokens}"
-        elif result.output_tokens == 0:
-            result.error = "no token"
+        except _MALFORMED as error:
+            result.error = f"malformed answer: {error!r}"[:ERROR_TEXT_LENGTH]
+        else:
+            if self.target.ignore_eos and result.output_tokens != prompt.output_tokens:
+                result.error = f"{result.output_tokens} tokens instead of {prompt.output_tokens}"
+            elif result.output_tokens == 0:
+                result.error = "no token"
+        result.ended_at = self.now() if result.error or result.last_token_at is None else result.last_token_at
         return result
 
 
-class RequestFailed(Exception):
-    """The server answered with an error or broke the stream off."""
-
-
 class _OpenAi(Backend):
-    def __init__(self, target: Target, epoch: float) -> None:
-        super().__init__(target, epoch)
+    def __init__(self, target: Target, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(target, clock)
         headers = dict(target.headers)
         if target.api_key:
             headers["Authorization"] = f"Bearer {target.api_key}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(target.timeout_s, connect=10.0)
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+        timeout = httpx.Timeout(target.timeout_s, connect=CONNECT_TIMEOUT_S)
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
 
     @abstractmethod
     def _body(self, prompt: Prompt) -> dict[str, Any]: ...
@@ -100,16 +122,16 @@ class _OpenAi(Backend):
             **({"seed": target.seed} if target.seed is not None else {}),
             **target.extra_body,
         }
+        url = target.base_url + target.endpoint
         result.sent_at = self.now()
-        async with self._client.stream("POST", target.base_url + target.endpoint, json=body) as response:
+        async with self._client.stream("POST", url, json=body) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
-                raise RequestFailed(f"HTTP {response.status_code}: {text[:200]}")
+                raise RequestFailed(f"HTTP {response.status_code}: {text[:ERROR_TEXT_LENGTH]}")
             pending = b""
             async for raw in response.aiter_raw():
                 now = self.now()
-                pending += raw
-                *events, pending = pending.split(b"\n\n")
+                *events, pending = (pending + raw).split(b"\n\n")
                 for event in events:
                     if self._book(event, now, result):
                         return
@@ -118,18 +140,24 @@ class _OpenAi(Backend):
     def _book(self, event: bytes, now: float, result: RequestResult) -> bool:
         """Books one SSE event; True at the end mark."""
         if not event.startswith(b"data: "):
-            return False
+            return False  # a comment
         payload = event[len(b"data: ") :]
         if payload == b"[DONE]":
             return True
         chunk = json.loads(payload)
         if "error" in chunk:
             raise RequestFailed(f"{chunk['error'].get('code')}: {chunk['error'].get('message')}")
+        choices = chunk["choices"]
+        text = "".join(c.get("text") or (c.get("delta") or {}).get("content") or "" for c in choices)
+        result.text += text
         usage = chunk.get("usage") or {}
-        for choice in chunk["choices"]:
-            result.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        tokens = int(usage.get("completion_tokens", result.output_tokens)) - result.output_tokens
-        result.chunk(now, tokens, self.target.itl_per_token)
+        total = usage.get("completion_tokens")
+        if total is None:
+            result.chunk(now, 1 if text else 0, self.target.itl_per_token)
+        elif choices:
+            result.chunk(now, int(total) - result.output_tokens, self.target.itl_per_token)
+        else:
+            result.correct_total(int(total))
         details = usage.get("prompt_tokens_details") or {}
         result.cached_tokens = int(details.get("cached_tokens") or result.cached_tokens)
         result.prompt_tokens = int(usage.get("prompt_tokens", result.prompt_tokens))
@@ -149,8 +177,8 @@ class OpenAiChat(_OpenAi):
 
 
 class BatonGrpc(Backend):
-    def __init__(self, target: Target, epoch: float) -> None:
-        super().__init__(target, epoch)
+    def __init__(self, target: Target, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(target, clock)
         address = target.base_url.removeprefix("http://")
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
@@ -171,22 +199,27 @@ class BatonGrpc(Backend):
             sampling=sampling,
             stream=True,
         )
-        metadata = [("authorization", f"Bearer {target.api_key}")] if target.api_key else []
+        metadata = [(name.lower(), value) for name, value in target.headers.items()]
+        if target.api_key:
+            metadata.append(("authorization", f"Bearer {target.api_key}"))
         result.sent_at = self.now()
         finished = False
         call: Any = self._stub.Generate(request, metadata=tuple(metadata), timeout=target.timeout_s)
         async for message in call:
             result.chunk(self.now(), len(message.tokens), target.itl_per_token)
             result.text += message.text
-            result.cached_tokens = message.usage.cached_tokens or result.cached_tokens
+            if message.HasField("usage"):
+                result.cached_tokens = message.usage.cached_tokens
+                result.prompt_tokens = message.usage.prompt_tokens
             result.path = message.baton.path or result.path
             finished = finished or message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
         if not finished:
             raise RequestFailed("the stream ended without a finish reason")
 
 
-BACKENDS: dict[str, tuple[type[Backend], str]] = {
-    "openai": (OpenAiCompletions, "/v1/completions"),
-    "openai-chat": (OpenAiChat, "/v1/chat/completions"),
-    "baton-grpc": (BatonGrpc, ""),
+BACKENDS: dict[str, tuple[type[Backend], str, int]] = {
+    # name: (class, endpoint, default port)
+    "openai": (OpenAiCompletions, "/v1/completions", 8000),
+    "openai-chat": (OpenAiChat, "/v1/chat/completions", 8000),
+    "baton-grpc": (BatonGrpc, "", 8001),
 }

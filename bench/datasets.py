@@ -48,8 +48,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
 
 def make_prompts(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts in the order in which they are sent. Raises DatasetError."""
-    if options.num_prompts < 1:
-        raise DatasetError("--num-prompts must be at least 1")
+    _check(options)
     if options.name == "random":
         return _random(options, tokenizer)
     if options.name == "prefix_repetition":
@@ -57,6 +56,20 @@ def make_prompts(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
     if options.name == "custom":
         return _custom(options, tokenizer)
     raise DatasetError(f"--dataset-name {options.name}: known are {', '.join(DATASETS)}")
+
+
+def _check(options: DatasetOptions) -> None:
+    for flag, value, least in (
+        ("--num-prompts", options.num_prompts, 1),
+        ("--random-input-len", options.input_len, 1),
+        ("--random-output-len", options.output_len, 1),
+        ("--random-prefix-len", options.prefix_len, 0),
+        ("--prefix-repetition-num-prefixes", options.num_prefixes, 1),
+    ):
+        if value < least:
+            raise DatasetError(f"{flag} {value} must be at least {least}")
+    if not 0 <= options.range_ratio < 1:
+        raise DatasetError(f"--random-range-ratio {options.range_ratio:g} must be from 0 to below 1")
 
 
 def _ordinary_ids(tokenizer: Tokenizer) -> list[int]:
@@ -97,12 +110,14 @@ def _custom(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
     if not options.path:
         raise DatasetError("--dataset-name custom needs --dataset-path FILE.jsonl")
     try:
-        lines = Path(options.path).read_text().splitlines()
+        lines = Path(options.path).read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
         texts = [(str(row["prompt"]), int(row.get("output_tokens", options.output_len))) for row in rows]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatasetError(f"--dataset-path {options.path}: {error}") from error
     if not texts:
         raise DatasetError(f"--dataset-path {options.path}: holds no prompt")
+    if any(output < 1 for _, output in texts):
+        raise DatasetError(f"--dataset-path {options.path}: output_tokens must be at least 1")
     chosen = [texts[i % len(texts)] for i in range(options.num_prompts)]
     return [Prompt(tokenizer.encode(text).ids, text, output) for text, output in chosen]

@@ -72,8 +72,10 @@ class Baseline:
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "bench.transformers_baseline", "--model", model, "--dtype", dtype]
-            + ["--threads", str(threads)],
+            [
+                *(sys.executable, "-m", "bench.transformers_baseline"),
+                *("--model", model, "--dtype", dtype, "--threads", str(threads)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -108,7 +110,7 @@ def random_prompt(tokens: int, output: int, seed: int) -> Prompt:
 
 async def send_all(base_url: str, model: str, prompts: list[Prompt]) -> list[RequestResult]:
     """Sends all prompts at once. Raises RuntimeError on the first failed one."""
-    backend = OpenAiCompletions(Target(base_url, "/v1/completions", model), time.monotonic())
+    backend = OpenAiCompletions(Target(base_url, "/v1/completions", model))
     try:
         results = await asyncio.gather(*(backend.send(prompt) for prompt in prompts))
     finally:
@@ -146,14 +148,16 @@ def first_token_overhead_ms(base_url: str, model: str, prompt: Prompt) -> float:
     """TTFT of one streamed request minus compute and sampling on the prefill server, in milliseconds."""
     body = {"model": model, "prompt": prompt.token_ids, "max_tokens": prompt.output_tokens, "ignore_eos": True}
     body |= {"stream": True, "temperature": 0}
-    ttft, timeline = 0.0, {}
+    ttft = 0.0
+    timeline: dict[str, float] = {}
     start = time.monotonic()
     with httpx.stream("POST", base_url + "/v1/completions", json=body, timeout=60.0) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 ttft = ttft or time.monotonic() - start
                 timeline = json.loads(line[6:]).get("baton", {}).get("timeline") or timeline
-    return (ttft - timeline["prefill.compute"] - timeline["prefill.sample"]) * 1e3
+    computed = timeline["prefill.compute"] + timeline["prefill.sample"]
+    return (ttft - computed) * 1e3
 
 
 def resident_mb(pid: int) -> float:

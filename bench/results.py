@@ -9,6 +9,7 @@ figures are milliseconds (`_ms`).
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ class RequestResult:
     lateness_s: float = 0.0  # how much later than planned it was sent
     first_token_at: float | None = None
     last_token_at: float | None = None
+    ended_at: float | None = None  # last token, or the moment of the failure
     token_times: list[float] = field(default_factory=list)  # arrival of every token
     itls_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
@@ -34,7 +36,10 @@ class RequestResult:
     error: str = ""  # empty on success
 
     def chunk(self, now: float, tokens: int, per_token: bool = True) -> None:
-        """Books a chunk that arrived `now` with `tokens` tokens."""
+        """Books a chunk that arrived `now` with `tokens` tokens; one without tokens (role, usage) counts for nothing.
+
+        per_token: a gap stands for each of its tokens; else once for the chunk.
+        """
         if tokens <= 0:
             return
         if self.last_token_at is None:
@@ -46,13 +51,22 @@ class RequestResult:
         self.output_tokens += tokens
         self.token_times += [now] * tokens
 
+    def correct_total(self, tokens: int) -> None:
+        """The server's final count, for chunks that did not say how many tokens they carried."""
+        missing = tokens - self.output_tokens
+        if self.last_token_at is not None and missing > 0:
+            self.token_times += [self.last_token_at] * missing
+        self.output_tokens = tokens
+
     @property
     def ttft_s(self) -> float:
-        return (self.first_token_at or math.nan) - self.sent_at
+        """NaN without a token."""
+        return math.nan if self.first_token_at is None else self.first_token_at - self.sent_at
 
     @property
     def e2el_s(self) -> float:
-        return (self.last_token_at or math.nan) - self.sent_at
+        """NaN without a token."""
+        return math.nan if self.last_token_at is None else self.last_token_at - self.sent_at
 
     @property
     def tpot_s(self) -> float:
@@ -130,11 +144,9 @@ def summarize(
         "slo_attainment": sum(slos.met_by(r) for r in good) / max(1, len(results)) if slos.limits_ms else None,
         "output_throughput": output_tokens / duration_s,
         "max_output_tokens_per_s": peak_per_second([t for r in good for t in r.token_times]),
-        "max_concurrent_requests": peak_concurrency(good),
+        "max_concurrent_requests": peak_concurrency(results),
         "total_token_throughput": (input_tokens + output_tokens) / duration_s,
         "send_lateness_p99_ms": percentile([r.lateness_s for r in results], 99) * 1e3,
-        "cached_tokens": sum(r.cached_tokens for r in good),
-        "errors": sorted({r.error for r in results if r.error})[:20],
     }
     series = {
         "ttft": [r.ttft_s for r in good],
@@ -143,8 +155,9 @@ def summarize(
         "e2el": [r.e2el_s for r in good],
     }
     for name, values in series.items():
-        figures[f"mean_{name}_ms"] = sum(values) / len(values) * 1e3 if values else math.nan
+        figures[f"mean_{name}_ms"] = statistics.fmean(values) * 1e3 if values else math.nan
         figures[f"median_{name}_ms"] = percentile(values, 50) * 1e3
+        figures[f"std_{name}_ms"] = statistics.pstdev(values) * 1e3 if values else math.nan
         for p in percentiles:
             figures[f"p{p:g}_{name}_ms"] = percentile(values, p) * 1e3
     return figures
@@ -159,8 +172,9 @@ def peak_per_second(times: Sequence[float]) -> float:
 
 
 def peak_concurrency(results: Sequence[RequestResult]) -> int:
-    """Most requests open at one moment."""
-    edges = [(r.sent_at, 1) for r in results] + [(r.last_token_at or r.sent_at, -1) for r in results]
+    """Most requests open at one moment, failed ones included; one that begins as another ends is not beside it."""
+    ends = [r.ended_at if r.ended_at is not None else r.sent_at for r in results]
+    edges = [(r.sent_at, 1) for r in results] + [(end, -1) for end in ends]
     running = peak = 0
     for _, step in sorted(edges):
         running += step
@@ -171,11 +185,14 @@ def peak_concurrency(results: Sequence[RequestResult]) -> int:
 def _line(label: str, value: float | int | str | None) -> str:
     if isinstance(value, float):
         value = f"{value:.2f}"
-    return f"{label:<40}{value!s:<10}"
+    return f"{label:<40} {value!s:<10}"
 
 
 def render(figures: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The printed block: title centred in 50 signs, labels padded to 40, values to 10."""
+    """The printed block: titles centred in 50 signs, labels padded to 40, a space, values padded to 10.
+
+    Figures that were not asked for (concurrency limit, rate, goodput) have no line.
+    """
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines.append(_line("Successful requests:", figures["completed"]))
     lines.append(_line("Failed requests:", figures["failed"]))

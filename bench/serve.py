@@ -10,24 +10,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import random
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from bench.backends import BACKENDS, Backend, Target
 from bench.datasets import DATASETS, DatasetError, DatasetOptions, Prompt, load_tokenizer, make_prompts
 from bench.results import LATENCIES, RequestResult, Slos, render, summarize
+from bench.router_facts import NotReady, counters, first_model, grown, topology, wait_grpc_ready
 from rpc.version import version
 
 LATENESS_LIMIT_MS = 50.0  # send lateness p99 above which an open-loop run says nothing about the server
+ERRORS_SHOWN = 20
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--backend", choices=sorted(BACKENDS), default="openai")
     p.add_argument("--base-url", default="", help="overrides --host and --port")
     p.add_argument("--host", default="127.0.0.1")
-    p.add_argument("--port", type=int, default=8000, help="default 8000 (baton-grpc: give 8001)")
+    p.add_argument("--port", type=int, default=None, help="default 8000, for baton-grpc 8001")
     p.add_argument("--endpoint", default="", help="default: that of the back end")
     p.add_argument("--model", default="", help="served model name (default: the first one)")
     p.add_argument("--tokenizer", default="", help="model folder (default: the embedded model)")
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ignore-eos", action="store_true")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--num-warmups", type=int, default=1)
+    p.add_argument("--num-warmups", type=int, default=1, help="requests before the run, with prompts of their own")
     p.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el")
     p.add_argument("--metric-percentiles", default="50,90,99")
     p.add_argument("--goodput", nargs="*", default=[], metavar="NAME:MS")
@@ -70,13 +71,80 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The flags after checking: what is measured and how it is shown."""
+
+    backend: str
+    base_url: str
+    metrics: list[str]
+    percentiles: list[float]
+    slos: Slos
+    headers: dict[str, str]
+    metadata: dict[str, str]
+    extra_body: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Plan:
+        """Raises ValueError naming the flag that is wrong."""
+        metrics = [m for m in arguments.percentile_metrics.split(",") if m]
+        for metric in metrics:
+            if metric not in LATENCIES:
+                raise ValueError(f"--percentile-metrics {metric}: known are {', '.join(LATENCIES)}")
+        if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
+            raise ValueError(f"--max-concurrency {arguments.max_concurrency} must be at least 1")
+        if arguments.num_warmups < 0:
+            raise ValueError(f"--num-warmups {arguments.num_warmups} must be 0 or more")
+        try:
+            extra_body = json.loads(arguments.extra_body)
+        except ValueError:
+            extra_body = None
+        if not isinstance(extra_body, dict):
+            raise ValueError(f"--extra-body {arguments.extra_body}: must be a JSON object")
+        port = BACKENDS[arguments.backend][2] if arguments.port is None else arguments.port
+        return cls(
+            backend=arguments.backend,
+            base_url=(arguments.base_url or f"http://{arguments.host}:{port}").rstrip("/").removesuffix("/v1"),
+            metrics=metrics,
+            percentiles=_percentiles(arguments.metric_percentiles),
+            slos=Slos.parse(arguments.goodput),
+            headers=_pairs(arguments.header, "--header"),
+            metadata=_pairs(arguments.metadata, "--metadata"),
+            extra_body=extra_body,
+        )
+
+
+def _percentiles(text: str) -> list[float]:
+    found = []
+    for word in filter(None, text.split(",")):
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= 100:
+            raise ValueError(f"--metric-percentiles {word}: must be a number from 0 to 100")
+        found.append(value)
+    return found
+
+
+def _pairs(words: Sequence[str], flag: str) -> dict[str, str]:
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{flag} {word}: write KEY=VALUE")
+    return dict(word.split("=", 1) for word in words)
+
+
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Planned send times in seconds from the start; all 0 for an infinite rate. Raises ValueError naming the flag."""
-    if math.isinf(rate):
+    """Planned send times in seconds from the start, the first at 0; all 0 for an infinite rate.
+
+    Gaps are gamma distributed with mean 1/rate and a coefficient of variation of burstiness^-0.5. Raises ValueError
+    naming the flag.
+    """
+    if math.isinf(rate) and rate > 0:
         return [0.0] * count
     if not rate > 0:
         raise ValueError(f"--request-rate {rate:g} must be above 0")
-    if not burstiness > 0:
+    if not (burstiness > 0 and math.isfinite(burstiness)):
         raise ValueError(f"--burstiness {burstiness:g} must be above 0")
     rng = random.Random(seed)
     times, at = [], 0.0
@@ -89,60 +157,43 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 async def run_load(
     backend: Backend, prompts: Sequence[Prompt], arrivals: Sequence[float], max_concurrency: int | None
 ) -> tuple[list[RequestResult], float]:
-    """Sends all prompts; returns the results in prompt order and the duration in seconds."""
+    """Sends all prompts; returns the results in prompt order and the duration in seconds.
+
+    A result's lateness is the load generator's own; time spent waiting for --max-concurrency is not in it.
+    """
     gate: contextlib.AbstractAsyncContextManager[Any]
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
-    open_loop = any(arrivals)
     start = backend.now()
 
     async def one(prompt: Prompt, planned: float) -> RequestResult:
-        await asyncio.sleep(max(0.0, start + planned - backend.now()))
+        late_s = 0.0
+        if planned > 0:
+            await asyncio.sleep(start + planned - backend.now())
+            late_s = max(0.0, backend.now() - start - planned)
         async with gate:
-            return await backend.send(prompt, backend.now() - start - planned if open_loop else 0.0)
+            return await backend.send(prompt, late_s)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(p, at)) for p, at in zip(prompts, arrivals, strict=True)]
     return [task.result() for task in tasks], backend.now() - start
 
 
-def _pairs(words: Sequence[str], flag: str) -> dict[str, str]:
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"{flag} {word}: write KEY=VALUE")
-    return dict(word.split("=", 1) for word in words)
-
-
-def _first_model(base_url: str, api_key: str, timeout_s: float) -> str:
-    """Waits for a router that is ready; returns the first served model name."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            response = httpx.get(base_url + "/v1/models", headers=headers, timeout=5.0)
-            ready = httpx.get(base_url + "/health", headers=headers, timeout=5.0)
-            if response.status_code == 200 and ready.status_code == 200:
-                return str(response.json()["data"][0]["id"])
-            reason = f"HTTP {response.status_code}/{ready.status_code}"
-        except (httpx.HTTPError, LookupError) as error:
-            reason = str(error)
-        if time.monotonic() > deadline:
-            raise ValueError(f"{base_url} was not ready within {timeout_s:g} s: {reason}")
-        time.sleep(0.2)
-
-
-async def _run(arguments: argparse.Namespace, target: Target, prompts: list[Prompt]) -> dict[str, Any]:
-    kind, _ = BACKENDS[arguments.backend]
-    backend = kind(target, time.monotonic())
-    slos = Slos.parse(arguments.goodput)
-    percentiles = [float(p) for p in arguments.metric_percentiles.split(",")]
+async def _run(
+    arguments: argparse.Namespace, plan: Plan, target: Target, warmups: list[Prompt], prompts: list[Prompt]
+) -> tuple[dict[str, Any], list[RequestResult]]:
+    backend = BACKENDS[plan.backend][0](target)
     arrivals = arrival_times(len(prompts), arguments.request_rate, arguments.burstiness, arguments.seed)
+    pages = plan.backend != "baton-grpc"
     try:
-        for prompt in prompts[: arguments.num_warmups]:
+        for prompt in warmups:
             warm = await backend.send(prompt)
             if warm.error:
                 raise ValueError(f"the warm-up request failed: {warm.error}")
-        backend.epoch = time.monotonic()
+        before = await counters(plan.base_url, arguments.api_key) if pages else {}
+        backend.restart_clock()
         results, duration = await run_load(backend, prompts, arrivals, arguments.max_concurrency)
+        after = await counters(plan.base_url, arguments.api_key) if pages else {}
+        servers = await topology(plan.base_url, arguments.api_key) if pages else {}
     finally:
         await backend.close()
     figures = summarize(
@@ -150,61 +201,77 @@ async def _run(arguments: argparse.Namespace, target: Target, prompts: list[Prom
         duration,
         request_rate=arguments.request_rate,
         max_concurrency=arguments.max_concurrency,
-        slos=slos,
-        percentiles=percentiles,
+        slos=plan.slos,
+        percentiles=plan.percentiles,
     )
+    good = [r for r in results if not r.error]
     paths: dict[str, int] = {}
-    for result in results:
+    for result in good:
         paths[result.path or "unknown"] = paths.get(result.path or "unknown", 0) + 1
-    figures["baton"] = {"version": version(), "paths": paths}
-    if arguments.save_detailed:
-        figures["ttfts"] = [r.ttft_s for r in results]
-        figures["itls"] = [r.itls_s for r in results]
-        figures["output_lens"] = [r.output_tokens for r in results]
-        figures["generated_texts"] = [r.text for r in results]
-        figures["request_errors"] = [r.error for r in results]
-    return figures
+    figures["baton"] = {
+        "version": version(),
+        **servers,
+        "cached_share": sum(r.cached_tokens for r in good) / max(1, sum(r.prompt_tokens for r in good)),
+        "paths": paths,
+        "metric_deltas": grown(before, after),
+    }
+    return figures, results
 
 
-def _save(arguments: argparse.Namespace, figures: dict[str, Any]) -> Path:
+def _detailed(results: Sequence[RequestResult]) -> dict[str, Any]:
+    """Per request, in the order of the prompts; times in seconds."""
+    return {
+        "input_lens": [r.prompt_tokens for r in results],
+        "output_lens": [r.output_tokens for r in results],
+        "start_times": [r.sent_at for r in results],
+        "ttfts": [r.ttft_s for r in results],
+        "itls": [r.itls_s for r in results],
+        "generated_texts": [r.text for r in results],
+        "errors": [r.error for r in results],
+    }
+
+
+def _save(arguments: argparse.Namespace, plan: Plan, figures: dict[str, Any]) -> Path:
     now = datetime.now(UTC)
-    name = arguments.result_filename or f"{arguments.backend}-{now:%Y%m%d-%H%M%S}.json"
     folder = Path(arguments.result_dir)
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "date": now.isoformat(timespec="seconds"),
         "backend": arguments.backend,
         "model_id": arguments.model,
+        "tokenizer_id": arguments.tokenizer,
+        "dataset_name": arguments.dataset_name,
         "num_prompts": arguments.num_prompts,
-        **_pairs(arguments.metadata, "--metadata"),
+        "burstiness": arguments.burstiness,
+        **plan.metadata,
         **figures,
     }
-    path = folder / name
-    path.write_text(json.dumps(record, indent=1))
+    path = folder / (arguments.result_filename or f"{arguments.backend}-{now:%Y%m%d-%H%M%S}.json")
+    path.write_text(json.dumps(_without_nan(record), indent=1, allow_nan=False), encoding="utf-8")
     return path
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN; a figure of nothing is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list) else value
 
 
 def run(argv: list[str]) -> dict[str, Any]:
     """Runs the benchmark that the flags describe, prints the block and returns the figures.
 
-    Raises ValueError or DatasetError naming the flag that is wrong.
+    Raises ValueError or DatasetError naming the flag that is wrong, NotReady when nothing serves there.
     """
     arguments = parser().parse_args(argv)
-    metrics = [m for m in arguments.percentile_metrics.split(",") if m]
-    for metric in metrics:
-        if metric not in LATENCIES:
-            raise ValueError(f"--percentile-metrics {metric}: known are {', '.join(LATENCIES)}")
-    if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
-        raise ValueError("--max-concurrency must be at least 1")
-    base_url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
-    if arguments.backend != "baton-grpc":
-        served = _first_model(base_url, arguments.api_key, arguments.ready_check_timeout_sec)
-        arguments.model = arguments.model or served
-    tokenizer_folder = arguments.tokenizer
-    if not tokenizer_folder:
+    plan = Plan.of(arguments)
+    arrival_times(0, arguments.request_rate, arguments.burstiness, arguments.seed)  # a wrong rate is found out here
+    if not arguments.tokenizer:
         from cli.model_prepare import prepare_model
 
-        tokenizer_folder = str(prepare_model(None, None, progress=False))
+        arguments.tokenizer = str(prepare_model(None, None, progress=False))
     options = DatasetOptions(
         name=arguments.dataset_name,
         num_prompts=arguments.num_prompts,
@@ -216,39 +283,52 @@ def run(argv: list[str]) -> dict[str, Any]:
         num_prefixes=arguments.prefix_repetition_num_prefixes,
         path=arguments.dataset_path,
     )
-    prompts = make_prompts(options, load_tokenizer(tokenizer_folder))
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    prompts = make_prompts(options, tokenizer)
+    warmups: list[Prompt] = []
+    if arguments.num_warmups:
+        # Prompts of their own, so that the run finds nothing of them in a prefix cache.
+        own = dataclasses.replace(options, num_prompts=arguments.num_warmups, seed=arguments.seed + 1_000_003)
+        warmups = make_prompts(own, tokenizer)
+    if plan.backend == "baton-grpc":
+        wait_grpc_ready(plan.base_url, arguments.ready_check_timeout_sec)
+    else:
+        served = first_model(plan.base_url, arguments.api_key, arguments.ready_check_timeout_sec)
+        arguments.model = arguments.model or served
     target = Target(
-        base_url=base_url,
-        endpoint=arguments.endpoint or BACKENDS[arguments.backend][1],
+        base_url=plan.base_url,
+        endpoint=arguments.endpoint or BACKENDS[plan.backend][1],
         model=arguments.model,
         ignore_eos=arguments.ignore_eos,
         api_key=arguments.api_key,
         temperature=arguments.temperature,
         seed=arguments.seed,
-        headers=_pairs(arguments.header, "--header"),
-        extra_body=json.loads(arguments.extra_body),
+        headers=plan.headers,
+        extra_body=plan.extra_body,
         itl_per_token=arguments.itl_mode == "token",
     )
-    figures = asyncio.run(_run(arguments, target, prompts))
-    print(render(figures, metrics, [float(p) for p in arguments.metric_percentiles.split(",")]))
-    for error in figures["errors"]:
+    figures, results = asyncio.run(_run(arguments, plan, target, warmups, prompts))
+    print(render(figures, plan.metrics, plan.percentiles))
+    for error in sorted({r.error for r in results if r.error})[:ERRORS_SHOWN]:
         print(f"failed: {error}", file=sys.stderr)
     if math.isfinite(arguments.request_rate) and figures["send_lateness_p99_ms"] > LATENESS_LIMIT_MS:
         print(
-            f"invalid: requests were sent up to {figures['send_lateness_p99_ms']:.0f} ms late (p99), the load generator "
-            "could not keep the rate",
+            f"invalid: requests were sent {figures['send_lateness_p99_ms']:.0f} ms late (p99); the load generator could "
+            "not keep the rate",
             file=sys.stderr,
         )
         figures["invalid"] = "send lateness"
+    if arguments.save_detailed:
+        figures |= _detailed(results)
     if arguments.save_result or arguments.save_detailed:
-        print(f"saved {_save(arguments, figures)}")
+        print(f"saved {_save(arguments, plan, figures)}")
     return figures
 
 
 def main(argv: list[str] | None = None) -> int:
     try:
         figures = run(sys.argv[1:] if argv is None else argv)
-    except (ValueError, DatasetError) as error:
+    except (ValueError, DatasetError, NotReady) as error:
         print(f"baton bench serve: {error}", file=sys.stderr)
         return 2
     return 1 if figures["failed"] or figures.get("invalid") else 0
