@@ -23,12 +23,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from prometheus_client import Histogram
+
 from router.requests import Api, FinishReason, Path
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id
 from rpc.lifecycle import OpenWork
 from rpc.metrics import Registry
+from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock
 from rpc.tombstones import Tombstones
 
@@ -101,6 +104,8 @@ class OpenRequest:
         self.outcome: FinishReason | None = None
         self.error: BatonError | None = None
         self.was_open = False
+        # Looked up once: it is needed with every token.
+        self.gap_series: Histogram | None = None
         self._clock_taken = False
         self._writing: dict[int, _Writing] = {}
         self._stop: BatonError | None = None
@@ -190,7 +195,11 @@ class OpenRequest:
         elif isinstance(exc, Exception):
             self.fail(BatonError(ErrorCode.UNKNOWN_ERROR, metadata={"exception": type(exc).__name__}))
         elif self.outcome is None and self.error is None:
-            self.fail(BatonError(ErrorCode.CANCELLED, "request cancelled by client"))
+            if self.deadline.remaining() <= DEADLINE_TOLERANCE_S:
+                # A client that gives its call a deadline cuts it off itself, at the same moment.
+                self.fail(BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed"))
+            else:
+                self.fail(BatonError(ErrorCode.CANCELLED, "request cancelled by client"))
         self._table.closed(self)
 
 
@@ -301,10 +310,14 @@ class OpenRequests:
         )
 
     def later_tokens(self, request: OpenRequest, gap_s: float, tokens: int) -> None:
-        labels = {"model_name": self._model_label(request), "path": request.path or "pd"}
-        series = self.metrics.series("baton_inter_token_latency_seconds", labels)
+        series = request.gap_series
+        if series is None:
+            labels = {"model_name": self._model_label(request), "path": request.path or "pd"}
+            found = self.metrics.series("baton_inter_token_latency_seconds", labels)
+            assert isinstance(found, Histogram)
+            series = request.gap_series = found
         for _ in range(tokens):
-            series.observe(gap_s)  # type: ignore[union-attr]
+            series.observe(gap_s)
 
     def closed(self, request: OpenRequest) -> None:
         if self._open.get(request.request_id) is request:

@@ -78,6 +78,7 @@ class Orchestrator:
             lambda: self.model().eos_token_ids,
         )
         self._ticker: asyncio.Task[None] | None = None
+        self._draining = False
         registry.on_lost.append(self._lost)
 
     async def __aenter__(self) -> Self:
@@ -104,7 +105,13 @@ class Orchestrator:
 
     def ready(self) -> tuple[bool, Sequence[str]]:
         """Whether a request can be served now, and if not, why."""
+        if self._draining:
+            return False, ["the router is shutting down"]
         return self._chooser.ready()
+
+    def drain(self) -> None:
+        """From now on it is not ready; requests are still served."""
+        self._draining = True
 
     def model(self) -> ModelFacts:
         facts = self._registry.known_facts()

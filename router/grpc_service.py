@@ -1,0 +1,275 @@
+"""The Generation service: what the HTTP API offers, over gRPC."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from protos import common_pb2, generation_pb2, generation_pb2_grpc
+from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
+from router.open_requests import OpenRequest, OpenRequests
+from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
+from router.validation import GenerationParams, RequestValidator
+from rpc.errors import BatonError, ErrorCode
+from rpc.ids import check_request_id, new_request_id
+from rpc.server import REQUEST_ID_KEY, current_call
+from rpc.stages import in_stage
+
+SERVICE = "baton.v1.Generation"
+
+_FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
+    "stop": common_pb2.FINISH_REASON_STOP,
+    "length": common_pb2.FINISH_REASON_LENGTH,
+    "abort": common_pb2.FINISH_REASON_ABORT,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpcServices:
+    """What the service needs from the rest of the router. An empty `api_keys` means that no key is asked for."""
+
+    serving: Serving
+    open_requests: OpenRequests
+    validator: RequestValidator
+    api_keys: tuple[str, ...] = ()
+    # Unix seconds at which the router started.
+    created: int = 0
+
+
+class GenerationService(generation_pb2_grpc.GenerationServicer):
+    """Handlers raise BatonError; `rpc.server` makes the status of it."""
+
+    def __init__(self, services: GrpcServices) -> None:
+        self._services = services
+        self._keys = [key.encode() for key in services.api_keys]
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Writes the answer itself, so that a client that leaves ends the legs before anything else."""
+        self._authenticate(context)
+        call = current_call()
+        request_id = request.request_id or (call.request_id if call.request_id_given else new_request_id())
+        streamed = request.stream if request.HasField("stream") else True
+        with self._services.open_requests.open(
+            request_id, api="grpc", model=request.model, stream=streamed, deadline=call.deadline
+        ) as owner:
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            with in_stage(owner.clock):
+                params = generation_params(request, streamed)
+                owner.model = self._services.validator.check(params)
+            with in_stage(owner.clock):
+                prepared = await self._services.validator.prepare(params, owner)
+            generation = _Generation(prepared, owner)
+            async with aclosing(answer(prepared, self._services.serving, self._services.validator.tokenizer)) as events:
+                async for event in events:
+                    for message in generation.take(event, streamed):
+                        await context.write(message)
+                    owner.tokens_written(len(event.tokens), event.choice)
+            for message in generation.rest(streamed):
+                await context.write(message)
+            owner.finish(generation.reason)
+
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
+        self._authenticate(context)
+        check_request_id(request.request_id)
+        return generation_pb2.AbortResponse(found=self._services.serving.abort(request.request_id))
+
+    async def ListModels(
+        self, request: generation_pb2.ListModelsRequest, context: Context
+    ) -> generation_pb2.ListModelsResponse:
+        self._authenticate(context)
+        model = self._services.serving.model()
+        return generation_pb2.ListModelsResponse(
+            models=[
+                generation_pb2.Model(
+                    id=name, root=model.root, max_model_len=model.max_model_len, created=self._services.created
+                )
+                for name in model.served_names
+            ]
+        )
+
+    def _authenticate(self, context: Context) -> None:
+        """Compares with every key, each in constant time. Raises UNAUTHENTICATED."""
+        if not self._keys:
+            return
+        given = b""
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization":
+                raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
+                scheme, _, token = raw.partition(b" ")
+                given = token.strip() if scheme.lower() == b"bearer" else b""
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        if not any(matches):
+            raise BatonError(
+                ErrorCode.UNAUTHENTICATED, "the API key is missing or wrong; send metadata authorization: Bearer KEY"
+            )
+
+
+def generation_params(request: generation_pb2.GenerateRequest, streamed: bool) -> GenerationParams:
+    """The message as the surfaces' common form; a field that is not set is absent."""
+    sampling = request.sampling
+    params = GenerationParams(
+        api="grpc",
+        model=request.model or None,
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        min_tokens=sampling.min_tokens,
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        stream=streamed,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    if request.HasField("n"):
+        params.n = request.n
+    if sampling.HasField("max_tokens"):
+        params.max_tokens = sampling.max_tokens
+    if sampling.HasField("temperature"):
+        params.temperature = sampling.temperature
+    if sampling.HasField("top_p"):
+        params.top_p = sampling.top_p
+    if sampling.HasField("repetition_penalty"):
+        params.repetition_penalty = sampling.repetition_penalty
+    if sampling.HasField("seed"):
+        params.seed = sampling.seed
+    if sampling.HasField("logprobs"):
+        params.logprobs = sampling.logprobs
+    if sampling.HasField("prompt_logprobs"):
+        params.prompt_logprobs = sampling.prompt_logprobs
+    match request.WhichOneof("input"):
+        case "prompt":
+            params.prompt = request.prompt
+        case "token_ids":
+            # A list of lists, so that an empty one is an empty prompt and not no prompt.
+            params.prompt = [list(request.token_ids.ids)]
+        case "messages":
+            params.messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
+    return params
+
+
+class _Generation:
+    """Text events of one request to its messages. Pure."""
+
+    def __init__(self, request: AnswerRequest, owner: OpenRequest) -> None:
+        self.reason: FinishReason = "stop"
+        self._request = request
+        self._owner = owner
+        self._collected = Collected(request)
+        self._usage = Usage.of(request)
+        self._begun: set[int] = set()
+        self._open = request.sequences
+        self._sent_info = False
+        # What the first choice had to say, for the whole request.
+        self._prefill: PrefillSummary | None = None
+        self._finish: FinishEvent | None = None
+
+    def take(self, event: TextEvent, streamed: bool) -> Iterable[generation_pb2.GenerateResponse]:
+        """Takes an event in; the message to send now, when streamed."""
+        self._usage.add(event, self._request)
+        if event.prefill is not None:
+            self._owner.cached_tokens = self._usage.cached_tokens or 0
+            if event.choice == 0:
+                self._prefill = event.prefill
+        if event.finish is not None and event.choice == 0:
+            self._finish = event.finish
+        if event.finish_reason is not None:
+            self._open -= 1
+            self.reason = event.finish_reason
+        if not streamed:
+            self._collected.add(event)
+            return ()
+        message = self._message(event.choice, event.text, event.tokens)
+        if event.choice not in self._begun:
+            self._begun.add(event.choice)
+            self._add_prompt_logprobs(message, event.prefill)
+        if event.finish_reason is not None:
+            self._add_end(message, event.finish_reason, event.stop_reason, event.finish)
+        if not self._sent_info or not self._open:
+            self._sent_info = True
+            self._add_info(message, last=not self._open)
+        return (message,)
+
+    def rest(self, streamed: bool) -> Iterable[generation_pb2.GenerateResponse]:
+        """What is left to send at the end: everything, one message a choice, when not streamed."""
+        if streamed:
+            return
+        choices = self._collected.choices()
+        for number, choice in enumerate(choices, 1):
+            message = self._message(choice.index, choice.text, choice.tokens)
+            self._add_prompt_logprobs(message, choice.prefill)
+            assert choice.finish_reason is not None
+            self._add_end(message, choice.finish_reason, choice.stop_reason, choice.finish)
+            if number in (1, len(choices)):
+                self._add_info(message, last=number == len(choices))
+            yield message
+
+    def _message(self, index: int, text: str, tokens: Iterable[Token]) -> generation_pb2.GenerateResponse:
+        return generation_pb2.GenerateResponse(
+            request_id=self._owner.request_id, index=index, text=text, tokens=[_token(token) for token in tokens]
+        )
+
+    def _add_prompt_logprobs(self, message: generation_pb2.GenerateResponse, prefill: PrefillSummary | None) -> None:
+        if prefill is None:
+            return
+        for item in prefill.prompt_logprobs:
+            message.prompt_logprobs.add(
+                position=item.position,
+                logprob=_logprob(item.logprob),
+                top_logprobs=[_logprob(p) for p in item.top_logprobs],
+            )
+
+    def _add_end(
+        self,
+        message: generation_pb2.GenerateResponse,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        finish: FinishEvent | None,
+    ) -> None:
+        message.finish_reason = _FINISH_REASONS[reason]
+        if isinstance(stop_reason, str):
+            message.stop_string = stop_reason
+        elif reason == "stop" and finish is not None and finish.stop_token_id is not None:
+            message.stop_token_id = finish.stop_token_id
+
+    def _add_info(self, message: generation_pb2.GenerateResponse, *, last: bool) -> None:
+        info, prefill, finish = message.baton, self._prefill, self._finish
+        if prefill is not None:
+            info.prefill_cuda_graph_status = prefill.prefill_cuda_graph_status
+            info.path = prefill.path
+        info.attempts = self._owner.attempts if finish is None else finish.attempts
+        if not last:
+            return
+        info.speculative_draft_rounds = 0
+        timeline = {f"router.{stage}": seconds for stage, seconds in self._owner.clock.seconds().items()}
+        timeline |= self._owner.timeline
+        if finish is not None:
+            timeline |= finish.timeline
+        info.timeline.update(timeline)
+        usage = message.usage
+        usage.prompt_tokens = self._usage.prompt_tokens
+        usage.completion_tokens = self._usage.completion_tokens
+        if self._usage.cached_tokens is not None:
+            usage.cached_tokens = self._usage.cached_tokens
+
+
+def _token(token: Token) -> common_pb2.TokenOutput:
+    message = common_pb2.TokenOutput(index=token.index, token_id=token.token_id)
+    if token.logprob is not None:
+        message.logprob.CopyFrom(_logprob(token.logprob))
+        message.top_logprobs.extend(_logprob(p) for p in token.top_logprobs)
+    return message
+
+
+def _logprob(logprob: Logprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
