@@ -334,6 +334,10 @@ async def test_stop_turns_health_negative_and_lets_open_calls_end_within_the_gra
         async with asyncio.timeout(5):
             await d.server.stop(0.1)
             await d.worker.cleaned.wait()
-        with pytest.raises(grpc.aio.AioRpcError):
+
+        async def read_on() -> None:
             while await call.read():
                 pass
+
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read_on()
