@@ -29,7 +29,6 @@ _EXPECTED = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "missing": "present",
 }
 
 
@@ -176,9 +175,8 @@ def _wrong_type(error: ValidationError) -> BatonError:
         expected, value, inside = cause.expected, cause.value, cause.inside
     else:
         expected, value, inside = _EXPECTED.get(first["type"], "of another type"), first["input"], ""
-    if first["type"] == "missing":
-        return required(place)
-    message = f"{place}{inside} must be {expected}, not {json_type(value)}"
+    missing = first["type"] == "missing"
+    message = f"{place} is required" if missing else f"{place}{inside} must be {expected}, not {json_type(value)}"
     return BatonError(ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, message, param=str(first["loc"][0]))
 
 
