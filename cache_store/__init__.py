@@ -3,3 +3,5 @@
 `agent.CacheStoreAgent` is what an engine uses. `docs/protocol.md` describes the states; the pure machines are in
 `lease.py`, `parking.py` and `load.py`. Nothing here imports torch, except `torch_pool.py`.
 """
+
+import rpc  # noqa: F401 - says how the gRPC library logs, which that reads when it is first imported
