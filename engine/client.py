@@ -39,6 +39,7 @@ __all__ = ["EngineClient", "EngineConfig", "RequestStream", "error_of"]
 
 STREAM_CAPACITY = 1024
 KILL_WAIT_S = 5.0
+CONNECT_RETRY_S = 0.01
 _ROOT = str(Path(__file__).resolve().parents[1])
 
 
@@ -219,7 +220,7 @@ class EngineClient:
         May be called again, and before `start`.
         """
         self._stopping = True
-        if self._process is not None and not self.dead.is_set() and self._to_engine is not None:
+        if self.ready is not None and not self.dead.is_set() and self._to_engine is not None:
             self._pending.shutdown = True
             self._flush()
             with contextlib.suppress(TimeoutError):
@@ -251,7 +252,8 @@ class EngineClient:
         # order. Its stdout is the front's stderr, because the front's stdout carries the one line that says
         # it is ready.
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.process", "--inbox", inbox, "--outbox", outbox,
+            sys.executable, "-m", "engine.process",
+            "--inbox", inbox, "--outbox", outbox, "--front-pid", str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=2, stderr=None, env=environment, start_new_session=True,
         )  # fmt: skip
         self._watch = asyncio.create_task(self._watch_process(self._process), name="engine-watch")
@@ -261,7 +263,7 @@ class EngineClient:
             await self._process.stdin.drain()
         self._process.stdin.close()
         # The engine answers this message with its hello: then both sockets are connected.
-        self._flush(FrontMessage())
+        self._flush()
 
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -327,12 +329,17 @@ class EngineClient:
         if self._flush_handle is None and self._loop is not None:
             self._flush_handle = self._loop.call_soon(self._flush)
 
-    def _flush(self, message: FrontMessage | None = None) -> None:
+    def _flush(self) -> None:
+        """Sends what is pending. While the engine has not connected yet, it stays pending."""
         self._flush_handle = None
-        if message is None:
-            message, self._pending = self._pending, FrontMessage()
-        if self._to_engine is not None:
-            self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK)
+        if self._to_engine is None or self._loop is None:
+            return
+        try:
+            self._to_engine.send(self._encoder.encode(self._pending), zmq.NOBLOCK)
+        except zmq.Again:
+            self._flush_handle = self._loop.call_later(CONNECT_RETRY_S, self._flush)
+        else:
+            self._pending = FrontMessage()
 
     def _receive(self) -> None:
         # The descriptor signals edges: after one, everything must be read before it signals again.

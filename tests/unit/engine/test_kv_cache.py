@@ -65,8 +65,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             leaves = [
                 (last_use, prefix)
                 for prefix, (block, last_use) in nodes.items()
-                if block not in held_blocks
-                and not any(extends(other, prefix) and other != prefix for other in nodes)
+                if block not in held_blocks and not any(extends(other, prefix) and other != prefix for other in nodes)
             ]
             del nodes[min(leaves)[1]]
 
@@ -117,9 +116,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         max_hit = {"all": len(tokens), "but the last token": len(tokens) - 1, "none": 0}[hits]
         hit = self.longest_hit(tokens, salt, max_hit)
         held = {info.tag: self.holders(info.tag) for info in self.cache.groups}
-        allocation = self.cache.acquire(
-            tokens, self.cache.chains(salt), max_hit=max_hit, extra=extra, receive=receive
-        )
+        allocation = self.cache.acquire(tokens, self.cache.chains(salt), max_hit=max_hit, extra=extra, receive=receive)
         if allocation is None:
             # At least one group must really lack blocks.
             lacking = []

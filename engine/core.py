@@ -1,0 +1,287 @@
+"""The engine's step loop: messages and events in, one batch through the model, one message out.
+
+`EngineCore` is one engine without its sockets: a test can drive it in its own process. `EngineLoop` adds the sockets
+of a front and waits when there is nothing to compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from cache_store.agent import CacheStoreAgent
+from engine.config import EngineConfig
+from engine.kv_cache.cache import KvCache
+from engine.messages import (
+    EngineEnvelope,
+    EngineStats,
+    FrontMessage,
+    KvGroupInfo,
+    Observation,
+    StepMessage,
+)
+from engine.requests import StepTime
+from engine.runner.batch import StepBatch, StepResult
+from engine.runner.graph_status import PrefillGraphStatus
+from engine.scheduler.batching import StepPlan
+from engine.scheduler.limits import Limits
+from engine.scheduler.scheduler import Scheduler
+from engine.transfer import AgentTransfer
+from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault
+
+IDLE_MESSAGE_S = 1.0  # longest silence towards the front
+
+_log = logging.getLogger(__name__)
+
+
+class EngineUnusable(Exception):
+    """The engine cannot compute any more; its process must end."""
+
+    def __init__(self, error: BatonError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Runner(Protocol):
+    """The part of `engine.runner.model_runner.ModelRunner` that the loop uses."""
+
+    groups: list[KvGroupInfo]
+
+    def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult: ...
+
+
+class EngineCore:
+    """Scheduler, KV cache, model runner and cache-store agent of one rank. Belongs to one thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        agent: CacheStoreAgent,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        graph_status: PrefillGraphStatus = PrefillGraphStatus.NOT_REQUESTED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`num_blocks` are the usable ones, without block 0."""
+        limits = Limits.of(
+            config,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            graph_status=graph_status,
+        )
+        self.runner = runner
+        self.agent = agent
+        self.time = StepTime(clock)
+        self.kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
+        self.transfer = AgentTransfer(agent, runner.groups, vocab_size)
+        self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time)
+        self.stopping = False
+        self._seq = 0
+        self._told_at = self.time.now
+
+    # -- in -------------------------------------------------------------------------------------------------
+
+    def handle(self, message: FrontMessage) -> None:
+        """What the front has to say. Aborts come after requests, so that one message may hold both."""
+        scheduler = self.scheduler
+        self.time.refresh()
+        for add in message.adds:
+            scheduler.add(add)
+        for abort in message.aborts:
+            scheduler.abort(abort)
+        if message.flush_cache:
+            self.kv.flush()
+        if message.shutdown:
+            self.stopping = True
+            scheduler.end_all(
+                BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; send the request to another one")
+            )
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Books what happened since the last step, and computes the next batch. False: there was none.
+
+        Raises EngineUnusable when the model cannot run any more.
+        """
+        scheduler = self.scheduler
+        self.time.refresh()
+        self.transfer.deliver(scheduler)
+        scheduler.tick()
+        plan = scheduler.form()
+        if not plan.rows:
+            return False
+        began = self.time.now
+        try:
+            result = self.runner.execute(plan.batch, self._layer_hook(plan))
+        except Exception as error:
+            self.time.refresh()
+            failure = _step_failure(error)
+            _log.error("a step of %d requests failed: %s", len(plan.rows), failure, exc_info=error)
+            scheduler.fail_step(plan, failure)
+            if failure.code in _UNUSABLE:
+                raise EngineUnusable(failure) from error
+            return True
+        ended = self.time.refresh()
+        scheduler.book(plan, result)
+        news, kind = scheduler.news, plan.kind
+        news.sample("baton_engine_step_seconds", ended - began, kind=kind)
+        news.sample("baton_engine_batch_requests", len(plan.rows), kind=kind)
+        news.sample("baton_engine_batch_tokens", plan.num_tokens, kind=kind)
+        return True
+
+    def _layer_hook(self, plan: StepPlan) -> Callable[[str, int], None] | None:
+        """Fault point `engine.layer` and publication, after each layer of a step that computes a prompt."""
+        if plan.num_decode == len(plan.rows):
+            return None
+        publish = self.transfer.publisher(plan)
+
+        def on_layer(group: str, layer: int) -> None:
+            fault("engine.layer", group=group, layer=layer)
+            if publish is not None:
+                publish(group, layer)
+
+        return on_layer
+
+    # -- out ------------------------------------------------------------------------------------------------
+
+    def wait_s(self) -> float:
+        """Longest time that the loop may sleep when no batch could be formed."""
+        return min(self.scheduler.next_tick_in(), max(0.0, self._told_at + IDLE_MESSAGE_S - self.time.now))
+
+    def take_message(self) -> StepMessage | None:
+        """News since the last message; None if there are none and the last one is less than a second old."""
+        kv_events = self.kv.take_events()
+        if not self.scheduler.news and not kv_events and self.time.now < self._told_at + IDLE_MESSAGE_S:
+            return None
+        news = self.scheduler.news
+        for name, count in (("capacity", self.kv.evicted_blocks), ("flush", self.kv.flushed_blocks)):
+            if count:
+                news.count("baton_prefix_cache_evicted_blocks_total", count, reason=name)
+        self.kv.evicted_blocks = self.kv.flushed_blocks = 0
+        outputs, staged_ends, observations = news.take()
+        observations += [
+            Observation(item.name, dict(item.labels), item.value) for item in self.agent.take_observations()
+        ]
+        self._seq += 1
+        self._told_at = self.time.now
+        return StepMessage(self._seq, outputs, staged_ends, kv_events, observations, self.stats())
+
+    def stats(self) -> EngineStats:
+        """Present counts; cheap enough for each step."""
+        scheduler, agent = self.scheduler, self.agent.stats()
+        batcher = scheduler.batcher
+        return EngineStats(
+            running=len(batcher.running),
+            waiting=len(batcher.waiting) + len(batcher.reserving) + len(batcher.ready),
+            loading=len(scheduler.loading),
+            ledgers=self.kv.ledgers(),
+            leases=agent.leases,
+            transfers_inflight=agent.transfers_inflight,
+            transfer_queue_depth=agent.queue_depth,
+            tombstones=agent.tombstones,
+            peers_connected=agent.peers_connected,
+            peers_lost=agent.peers_lost,
+            oldest_hold_seconds=dict(scheduler.oldest_hold_seconds()),
+        )
+
+
+_UNUSABLE = (ErrorCode.ENGINE_DEAD, ErrorCode.GRAPH_CAPTURE_DIRTY)
+
+
+def _step_failure(error: Exception) -> BatonError:
+    """The code of a failed step. A device that has failed cannot be used again by the process that used it."""
+    if isinstance(error, BatonError) and error.code in _UNUSABLE:
+        return error
+    metadata = {"cause": type(error).__name__}
+    if isinstance(error, BatonError):
+        metadata["cause"], metadata["cause_code"] = error.code.name, str(int(error.code))
+    if type(error).__name__ == "AcceleratorError":
+        return BatonError(ErrorCode.ENGINE_DEAD, "the engine's device has failed", metadata=metadata)
+    return BatonError(ErrorCode.EXECUTION_EXCEPTION, "the model step failed; send the request again", metadata=metadata)
+
+
+class Wakeup:
+    """A descriptor by which other threads end the loop's wait."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class EngineLoop:
+    """Runs a core for a front, over its two sockets, until the front says to stop."""
+
+    def __init__(self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+        self.core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._wakeup = wakeup
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FrontMessage)
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+
+    def run(self) -> None:
+        """Returns after the front's shutdown message. Raises EngineUnusable."""
+        core = self.core
+        try:
+            while True:
+                self._receive()
+                computed = core.step()
+                self._tell()
+                if core.stopping:
+                    return
+                if not computed:
+                    self._sleep()
+        except EngineUnusable:
+            self._tell()
+            raise
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.core.handle(self._decoder.decode(frame))
+
+    def _tell(self) -> None:
+        message = self.core.take_message()
+        if message is not None:
+            self._outbox.send(self._encoder.encode(EngineEnvelope(step=message)))
+
+    def _sleep(self) -> None:
+        """Until the front or an agent's thread has something, or the clock."""
+        wait_s = self.core.wait_s()
+        if wait_s > 0:
+            # Rounded up: a wait that ends too early would spin.
+            self._poller.poll(math.ceil(wait_s * 1000))
+        self._wakeup.clear()

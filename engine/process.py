@@ -1,0 +1,213 @@
+"""The engine process: `python -m engine.process`, started by a front through `engine.client`.
+
+Its configuration comes on stdin. It says hello when both sockets work, loads the model, says that it is ready, and
+runs steps until the front tells it to stop. Its life is the front's: signals for termination are ignored here,
+because the front gets them too and ends its engine in order, and the kernel kills it when the front dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.messages import EngineEnvelope, EngineFailed, EngineHello, EngineReady
+from engine.scheduler.news import engine_error
+from rpc.errors import BatonError, ErrorCode
+from rpc.logs import close_logging, setup_logging
+
+if TYPE_CHECKING:
+    from engine.core import EngineCore, Wakeup
+
+FIRST_MESSAGE_S = 60.0
+LAST_MESSAGE_MS = 1000
+AGENT_CLOSE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 after the front's shutdown message, 1 after a failure that it was told of, 2 without a front."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(description="Engine of a Baton server. Started by its front, not by hand.")
+    parser.add_argument("--inbox", required=True, help="socket of the front's messages")
+    parser.add_argument("--outbox", required=True, help="socket of the engine's messages")
+    parser.add_argument("--front-pid", type=int, required=True, help="process whose death ends this one")
+    options = parser.parse_args(arguments)
+    configuration = sys.stdin.buffer.read()
+    context = zmq.Context(io_threads=1)
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, LAST_MESSAGE_MS)
+    inbox.connect(options.inbox)
+    outbox.connect(options.outbox)
+    try:
+        if not _meet_front(inbox, outbox, options.front_pid):
+            shutil.rmtree(Path(options.inbox.removeprefix("ipc://")).parent, ignore_errors=True)
+            return 2
+        return _serve(configuration, inbox, outbox)
+    finally:
+        inbox.close(0)
+        outbox.close()
+        context.term()
+        close_logging()
+
+
+def _meet_front(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], front_pid: int) -> bool:
+    """Ties this process to the front's life and says hello. False: the front is gone."""
+    deadline = time.monotonic() + FIRST_MESSAGE_S
+    while not inbox.poll(100):
+        if os.getppid() != front_pid or time.monotonic() > deadline:
+            return False
+    inbox.recv()
+    outbox.send(msgspec.msgpack.encode(EngineEnvelope(hello=EngineHello(os.getpid()))))
+    # From now on the front has removed the sockets' folder, so a sudden death leaves nothing behind.
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    return os.getppid() == front_pid
+
+
+def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> int:
+    from engine.core import EngineLoop, EngineUnusable, Wakeup
+
+    wakeup = Wakeup()
+    core: EngineCore | None = None
+    try:
+        config = EngineConfig.from_json(configuration)
+        config.check()
+        setup_logging(
+            config.role,
+            config.log_level,  # type: ignore[arg-type]  # checked by the front's settings
+            config.log_format,  # type: ignore[arg-type]
+            rank=config.rank,
+            process=f"engine:{os.getpid()}",
+        )
+        core, ready = start_core(config, wakeup)
+        outbox.send(msgspec.msgpack.encode(EngineEnvelope(ready=ready)))
+        _log.info("engine ready", extra={"blocks": ready.num_blocks, "load_seconds": round(ready.load_seconds, 3)})
+        EngineLoop(core, inbox, outbox, wakeup).run()
+        return 0
+    except EngineUnusable as error:
+        failure = error.error
+    except BatonError as error:
+        failure = error
+    except Exception as error:
+        _log.exception("the engine failed")
+        failure = BatonError(
+            ErrorCode.ENGINE_DEAD, "the engine failed; see its log", metadata={"cause": type(error).__name__}
+        )
+    finally:
+        if core is not None:
+            core.agent.close(AGENT_CLOSE_S)
+        wakeup.close()
+    _log.error("engine ends: %s", failure)
+    outbox.send(msgspec.msgpack.encode(EngineEnvelope(failed=EngineFailed(engine_error(failure)))))
+    return 1
+
+
+def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, EngineReady]:
+    """Loads the model, makes the KV pool and starts the cache-store agent.
+
+    Raises BatonError that names the flag to change.
+    """
+    import torch
+
+    from cache_store.agent import CacheStoreAgent
+    from cache_store.torch_pool import TorchKvPool
+    from engine.core import EngineCore
+    from engine.loader.errors import ModelLoadError
+    from engine.memory import free_memory_bytes, kv_blocks
+    from engine.runner.graph_status import init_status
+    from engine.runner.model_runner import ModelRunner
+    from engine.transfer import agent_identity, agent_settings
+
+    began = time.monotonic()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    try:
+        runner = ModelRunner(
+            Path(config.model),
+            config.dtype,
+            config.block_size,
+            config.max_model_len or None,
+            config.load_format,
+            config.attention_backend,
+        )
+    except ModelLoadError as error:
+        raise BatonError(ErrorCode.INVALID_PARAMS, f"--model {config.model}: {error}") from error
+    model = runner.config
+    config.check_lengths(model.max_model_len)
+    num_blocks = kv_blocks(
+        config,
+        bytes_per_block=runner.kv_bytes_per_block(),
+        max_model_len=model.max_model_len,
+        free_bytes=free_memory_bytes(),
+    )
+    try:
+        runner.init_kv(num_blocks + 1)  # and block 0
+    except RuntimeError as error:  # torch's way to say that the allocation failed
+        raise BatonError(
+            ErrorCode.INVALID_PARAMS,
+            f"{num_blocks} KV blocks of {runner.kv_bytes_per_block()} bytes cannot be allocated; "
+            "lower --num-kv-blocks or --kv-cache-memory-bytes",
+        ) from error
+    graph_status = init_status(
+        requested=config.enable_prefill_cuda_graph,
+        prefills=config.role == "prefill" or config.allow_local_prefill,
+        cuda_graphs=config.enable_cuda_graph and runner.device.type == "cuda",
+        backend_captures=False,
+    )
+    engine_id = secrets.token_hex(16)
+    identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
+    pool = TorchKvPool(identity.groups, runner.kv_layers)
+    agent = CacheStoreAgent(identity, pool, agent_settings(config), wake=wakeup.wake)
+    address = agent.start(config.host, config.cache_store_port)
+    core = EngineCore(
+        config,
+        runner,
+        agent,
+        num_blocks=num_blocks,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        graph_status=graph_status,
+    )
+    ready = EngineReady(
+        engine_id=engine_id,
+        rank=config.rank,
+        model_fingerprint=runner.model_fingerprint,
+        dtype=runner.dtype_name,
+        kv_cache_dtype=runner.groups[0].dtype,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=sorted(model.eos_token_ids),
+        groups=runner.groups,
+        num_blocks=num_blocks,
+        cache_store_address=address,
+        transports=["grpc"],
+        attention_backend=runner.attention_backend,
+        prefill_cuda_graph_init=graph_status.value,
+        torch_version=str(torch.__version__),
+        load_seconds=time.monotonic() - began,
+    )
+    return core, ready
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,548 @@
+"""The life of every request in the engine, from its arrival to the release of its last block.
+
+Pure: events go in (requests, aborts, results of steps, ends of loads and leases, the clock), decisions come out (the
+next batch, news for the front, calls of the `Transfer`). A request ends for its caller exactly once, with its first
+cause; finish, abort and transfer events commute, and an event about a request that is gone does nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from engine.kv_cache.cache import KvCache
+from engine.messages import (
+    AbortRequest,
+    AddRequest,
+    FinishReason,
+    PrefillInfo,
+    RunMode,
+    StagedEnd,
+    TimelineEvent,
+    TokenLogprob,
+    TokenOutput,
+)
+from engine.requests import Answer, Request, RequestState, StepTime
+from engine.runner.batch import StepResult
+from engine.scheduler.batching import Batcher, StepPlan
+from engine.scheduler.finish import finish_of
+from engine.scheduler.limits import Limits, check_request
+from engine.scheduler.load_policy import AfterFailure, after_failed_load, load_failure
+from engine.scheduler.news import News, engine_error
+from rpc.errors import BatonError, ErrorCode
+
+
+class Transfer(Protocol):
+    """What the scheduler asks of the cache store. Nothing here blocks; answers come as events of the scheduler."""
+
+    def admit(self, request: Request) -> None:
+        """Prefill: the request has its blocks and is computed from now on. `Scheduler.lease_ended` follows."""
+
+    def computed(self, request: Request, answer: Answer) -> None:
+        """Prefill: every block was published; the lease runs."""
+
+    def fail(self, request_key: str, error: BatonError) -> None:
+        """Prefill: the request failed or was aborted; loads of the key end with `error`."""
+
+    def tombstone(self, request_key: str) -> None:
+        """An abort of a key that is not known here."""
+
+    def load(self, request: Request, deadline_s: float | None, reload: bool) -> None:
+        """Decode: fill the receiving blocks. `Scheduler.load_done` or `load_failed` follows."""
+
+    def keep_alive(self, request: Request) -> None:
+        """Decode: the request waits for blocks; its KV must stay on the prefill server."""
+
+    def forget(self, request_key: str) -> None:
+        """Decode: ends `keep_alive`; another decode server may load the KV."""
+
+    def cancel_load(self, request_key: str, error: BatonError) -> None:
+        """Decode: gives up; the prefill server may free the KV. An open load ends with `load_failed`."""
+
+
+class Scheduler:
+    """Not thread-safe. `time` is refreshed by the caller at each moment that matters."""
+
+    def __init__(self, kv: KvCache, limits: Limits, transfer: Transfer, time: StepTime) -> None:
+        self.kv = kv
+        self.limits = limits
+        self.transfer = transfer
+        self.time = time
+        self.news = News()
+        self.batcher = Batcher(
+            kv,
+            limits,
+            self.news,
+            fail=self._fail,
+            admitted=self._admitted,
+            reserved=self._reserved,
+            postponed=transfer.keep_alive,
+        )
+        self._smallest_block = min(group.block_size for group in kv.groups)
+        self.open: dict[str, Request] = {}  # not ended for their callers
+        self.loading: dict[str, Request] = {}
+        self.staged: dict[str, Request] = {}  # answered, under a lease; oldest first
+        self.leaving: dict[str, Request] = {}  # ended, a transfer may still touch their blocks; oldest first
+        self._sequence = 0
+        self._timers: list[tuple[float, int, str]] = []  # (when, sequence, key) of deadlines and queue limits
+        self._eos = tuple(sorted(limits.eos_token_ids))
+
+    # -- from the front -------------------------------------------------------------------------------------
+
+    def add(self, add: AddRequest) -> None:
+        """Takes a request. A refusal is its last output."""
+        key = add.request_key
+        if key in self.open or key in self.staged or key in self.leaving:
+            if key not in self.open:  # the caller of an open one would take the refusal for its own
+                self._refuse(key, BatonError(ErrorCode.DUPLICATE_REQUEST, "a request with this key is here already"))
+            return
+        try:
+            check_request(add, self.limits)
+            request = Request(add, self._sequence, self.time, self.kv.chains(add.cache_salt), self._eos)
+            self.batcher.check_fits(request)
+        except BatonError as error:
+            if error.code is ErrorCode.EXCEEDS_KV_CACHE_MAX_LEN:
+                self.news.count("baton_kv_allocation_failures_total", code=error.code.name)
+            if add.mode is RunMode.PREFILL:
+                self.transfer.fail(key, error)
+            self._refuse(key, error)
+            return
+        self._sequence += 1
+        self.open[key] = request
+        if request.deadline_s:
+            self._set_timer(request.deadline_s, key)
+        if request.compute_here:
+            self._queue(request)
+        else:
+            request.clock.next_stage()  # prepare is over: allocate
+            self.batcher.reserving.add(request)
+
+    def abort(self, abort: AbortRequest) -> None:
+        """Ends a request in whatever state it is, within this step."""
+        message = "request cancelled by client" if abort.code == ErrorCode.CANCELLED else ""
+        error = BatonError.from_number(abort.code, message, metadata={"source": abort.source})
+        request = self.open.get(abort.request_key)
+        if request is not None:
+            self._fail(request, error)
+        elif abort.request_key in self.staged:
+            self.transfer.fail(abort.request_key, error)
+        elif abort.request_key not in self.leaving:
+            self.transfer.tombstone(abort.request_key)
+
+    def end_all(self, error: BatonError) -> None:
+        """Ends every open request, and every lease."""
+        for request in list(self.open.values()):
+            self._fail(request, BatonError(error.code, error.message))
+        for key in self.staged:
+            self.transfer.fail(key, error)
+
+    # -- the clock ------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Ends what has waited too long."""
+        now = self.time.now
+        while self._timers and self._timers[0][0] <= now:
+            _, _, key = heapq.heappop(self._timers)
+            request = self.open.get(key)
+            if request is None:
+                continue
+            if request.deadline_s and now >= request.deadline_s:
+                self._fail(
+                    request,
+                    BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"),
+                )
+            elif request.wait_until_s and now >= request.wait_until_s and self._waits(request):
+                self._fail(
+                    request,
+                    BatonError(
+                        ErrorCode.WAIT_TO_RUN_TIMEOUT,
+                        f"the request waited {now - request.since_s:.1f} s for its turn; send it again",
+                    ),
+                )
+
+    def next_tick_in(self) -> float:
+        """Seconds until `tick` or another attempt to reserve has something to do; infinity if nothing has."""
+        due = self._timers[0][0] if self._timers else math.inf
+        for request in self.batcher.reserving:
+            due = min(due, request.retry_at_s)
+        return max(0.0, due - self.time.now)
+
+    def _waits(self, request: Request) -> bool:
+        """Whether it still waits for its first step here; the time after a preemption is not limited."""
+        return request.state is RequestState.READY or (
+            request.state is RequestState.WAITING and request.compute_here and request.preemptions == 0
+        )
+
+    def _set_timer(self, at_s: float, key: str) -> None:
+        self._sequence += 1
+        heapq.heappush(self._timers, (at_s, self._sequence, key))
+        if len(self._timers) > 4 * len(self.open) + 64:  # most are about requests that have ended
+            self._timers = [timer for timer in self._timers if timer[2] in self.open]
+            heapq.heapify(self._timers)
+
+    def _limit_wait(self, request: Request) -> None:
+        if self.limits.queue_limit_s > 0:
+            request.wait_until_s = self.time.now + self.limits.queue_limit_s
+            self._set_timer(request.wait_until_s, request.key)
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def form(self) -> StepPlan:
+        """The next step; without rows when there is nothing to compute."""
+        return self.batcher.form()
+
+    def book(self, plan: StepPlan, result: StepResult) -> None:
+        """The step has been executed: its KV is complete, its tokens are final."""
+        ended = self.time.now
+        for request, row, outcome in zip(plan.requests, plan.rows, result.rows, strict=True):
+            request.computed = row.start + len(row.token_ids)
+            if outcome.prompt_logprobs:
+                request.prompt_logprobs = (request.prompt_logprobs or []) + outcome.prompt_logprobs
+            if request.computed // self._smallest_block > row.start // self._smallest_block:
+                assert request.allocation is not None
+                self.kv.commit(request.allocation, request.tokens, request.computed)
+            if not row.sample:
+                continue
+            if outcome.token_id is None:
+                raise AssertionError(f"the runner sampled no token for {request.key}")
+            request.prefilling = False
+            if request.generating:
+                self._append(request, outcome.token_id, outcome.logprob, outcome.top_logprobs)
+                continue
+            self.time.now = max(0.0, ended - result.sample_seconds)
+            request.clock.next_stage()  # sample
+            self.time.now = ended
+            request.clock.finish_stage()
+            self._first_token(request, outcome.token_id, outcome.logprob, outcome.top_logprobs)
+
+    def fail_step(self, plan: StepPlan, error: BatonError) -> None:
+        """The step could not be executed: every request of it ends."""
+        for request in plan.requests:
+            self._fail(request, BatonError(error.code, error.message, metadata=error.metadata))
+
+    def _first_token(
+        self,
+        request: Request,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        top_logprobs: tuple[TokenLogprob, ...],
+    ) -> None:
+        """The prompt was computed here: the first token, with what goes with it."""
+        request.event("computed")
+        assert request.allocation is not None
+        prefill = request.mode is RunMode.PREFILL
+        info = PrefillInfo(
+            cached_tokens=min(request.allocation.cached_tokens, len(request.prompt)),
+            cuda_graph_status=request.graph_status,
+            kv_generation=request.allocation.generation if prefill else 0,
+        )
+        prompt_logprobs = request.prompt_logprobs
+        if prompt_logprobs is None and request.wants_prompt_logprobs:
+            prompt_logprobs = []  # a prompt of one token has none
+        index = len(request.outputs)
+        request.generating = True
+        output = self.news.output(request.key)
+        output.prefill = info
+        output.prompt_logprobs = prompt_logprobs
+        if not prefill:
+            request.begin_generate()
+            self._append(request, token_id, logprob, top_logprobs)
+            return
+        request.outputs.append(token_id)
+        request.tokens.append(token_id)
+        output.tokens.append(TokenOutput(index, token_id, logprob, top_logprobs))
+        reason = self._finish_of(request)
+        answer = Answer(index, token_id, logprob, top_logprobs, info, prompt_logprobs, reason)
+        answer.stop_token_id = token_id if reason is FinishReason.STOP else None
+        self.transfer.computed(request, answer)
+        self.batcher.running.remove(request)
+        if request.lease_over:
+            self._free(request)
+            self.news.staged_end(StagedEnd(request.key, "aborted"))
+        else:
+            self._stage(request, self.staged)
+        state = RequestState.ENDED if request.lease_over else RequestState.STAGED
+        self._close(request, state, reason, answer.stop_token_id)
+
+    def _append(
+        self,
+        request: Request,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        top_logprobs: tuple[TokenLogprob, ...],
+    ) -> None:
+        """One more token of a request that decodes here; ends it when it is the last."""
+        output = self.news.output(request.key)
+        output.tokens.append(TokenOutput(len(request.outputs), token_id, logprob, top_logprobs))
+        request.outputs.append(token_id)
+        request.tokens.append(token_id)
+        reason = self._finish_of(request)
+        if reason is not None:
+            self._finish(request, reason, token_id if reason is FinishReason.STOP else None)
+
+    def _finish_of(self, request: Request) -> FinishReason | None:
+        limits = self.limits
+        return finish_of(
+            request.params,
+            request.tokens[-1],
+            len(request.outputs),
+            len(request.tokens),
+            limits.eos_token_ids,
+            limits.max_model_len,
+        )
+
+    # -- from the cache store -------------------------------------------------------------------------------
+
+    def load_done(self, key: str, answer: Answer | BatonError, events: Sequence[tuple[str, int]]) -> None:
+        """The KV is complete and verified. An error in place of the answer: the peer's result is unusable."""
+        if key in self.leaving:
+            self._leave(key)
+            return
+        request = self.loading.get(key)
+        if request is None:
+            return
+        request.events += [TimelineEvent(name, at_ns) for name, at_ns in events]
+        if isinstance(answer, BatonError):
+            self._load_failed(request, answer, retriable_here=False)
+            return
+        del self.loading[key]
+        allocation = request.allocation
+        assert allocation is not None
+        self.kv.received(allocation)
+        request.computed = len(request.tokens)
+        self.kv.commit(allocation, request.tokens, request.computed)
+        request.clock.next_stage()  # wait_to_run
+        request.generating = True
+        request.state = RequestState.READY
+        self.batcher.ready.add(request)
+        self._limit_wait(request)
+        output = self.news.output(key)
+        output.loaded = True
+        output.prefill = answer.info
+        output.prompt_logprobs = answer.prompt_logprobs
+        output.tokens.append(TokenOutput(answer.index, answer.token_id, answer.logprob, answer.top_logprobs))
+        request.outputs.append(answer.token_id)
+        request.tokens.append(answer.token_id)
+        reason = answer.finish_reason or self._finish_of(request)
+        if reason is not None:
+            stop = answer.stop_token_id if answer.stop_token_id is not None else answer.token_id
+            self._finish(request, reason, stop if reason is FinishReason.STOP else None)
+
+    def load_failed(self, key: str, error: BatonError, retriable_here: bool, events: Sequence[tuple[str, int]]) -> None:
+        """The load is over, and nothing writes its blocks any more."""
+        if key in self.leaving:
+            if retriable_here:
+                self.transfer.cancel_load(key, error)
+            self._leave(key)
+            return
+        request = self.loading.get(key)
+        if request is not None:
+            request.events += [TimelineEvent(name, at_ns) for name, at_ns in events]
+            self._load_failed(request, error, retriable_here)
+
+    def _load_failed(self, request: Request, error: BatonError, retriable_here: bool) -> None:
+        """A load is over for a request that still wants its KV. Its blocks are quiet."""
+        action = after_failed_load(
+            self.limits.load_failure_policy,
+            error,
+            loads=request.loads,
+            retriable_here=retriable_here,
+            may_recompute=self.limits.allow_local_prefill,
+        )
+        del self.loading[request.key]
+        self._free(request)
+        # What was just freed suffices for the same request again.
+        if action is AfterFailure.RELOAD and self.batcher.acquire_for_load(request):
+            request.clock.restore_stage("load")
+            self.news.count("baton_stage_retries_total", stage="load")
+            self._load(request, reload=True)
+            return
+        if retriable_here:
+            self.transfer.cancel_load(request.key, error)
+        if action is AfterFailure.FAIL:
+            request.error = load_failure(error)
+            self._close(request, RequestState.ENDED, None, None)
+            return
+        request.begin_compute()
+        self._queue(request)
+
+    def lease_ended(
+        self,
+        key: str,
+        generation: int,
+        outcome: str,
+        cause: str,
+        error: BatonError | None,
+        publish_seconds: float,
+        held_seconds: float,
+        events: Sequence[tuple[str, int]],
+    ) -> None:
+        """Nothing reads the blocks of that allocation any more."""
+        request = self.staged.get(key) or self.leaving.get(key) or self.open.get(key)
+        if request is None or request.allocation is None or request.allocation.generation != generation:
+            return
+        if key in self.staged:
+            del self.staged[key]
+            self._free(request)
+            request.state = RequestState.ENDED
+            timeline = [TimelineEvent(name, at_ns) for name, at_ns in events]
+            self.news.staged_end(StagedEnd(key, outcome, cause, publish_seconds, held_seconds, timeline))
+        elif key in self.leaving:
+            self._leave(key)
+        else:
+            # The decode server gave up before the prompt was computed. Its first token is still of use, its KV is
+            # not.
+            request.lease_over = True
+            if error is not None and error.code is ErrorCode.REQUEST_TOMBSTONED:
+                self._fail(request, error)
+
+    # -- states ---------------------------------------------------------------------------------------------
+
+    def _queue(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        request.since_s = self.time.now
+        self._limit_wait(request)
+        self.batcher.waiting.add(request)
+
+    def _admitted(self, request: Request) -> None:
+        """It got its blocks and computes from this step on."""
+        if request.preemptions == 0:
+            request.event("admitted")
+        if request.mode is RunMode.PREFILL:
+            self.transfer.admit(request)
+
+    def _reserved(self, request: Request) -> None:
+        """It got its blocks: the load may begin."""
+        allocation = request.allocation
+        assert allocation is not None
+        self.batcher.note_lookup(request)
+        skipped = sum(held.receiving[0] for held in allocation.groups.values())
+        if skipped:
+            self.news.count("baton_kv_blocks_skipped_total", skipped, model_name=self.limits.model_name)
+        self._note_retries(request)
+        output = self.news.output(request.key)
+        output.reserved = True
+        output.blocks_in_cache = skipped
+        self._load(request, reload=False)
+
+    def _load(self, request: Request, reload: bool) -> None:
+        request.clock.next_stage()
+        request.state = RequestState.LOADING
+        request.loads += 1
+        request.held_since_s = self.time.now
+        self.loading[request.key] = request
+        deadline_s = request.deadline_s - self.time.now if request.deadline_s else None
+        self.transfer.load(request, deadline_s, reload)
+
+    def _note_retries(self, request: Request) -> None:
+        if request.attempts:
+            waited = self.time.now - request.since_s
+            self.news.count("baton_stage_retries_total", request.attempts, stage="allocate")
+            self.news.sample("baton_stage_retry_wait_seconds", waited, stage="allocate")
+
+    def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None) -> None:
+        """The generation is done; the request has a seat or waits for one."""
+        if request.state is RequestState.RUNNING:
+            self.batcher.running.remove(request)
+        else:
+            self.batcher.ready.remove(request)
+        if not request.clock.finished and request.stage == "generate":
+            request.clock.next_stage()  # release
+        self._free(request)
+        self._close(request, RequestState.ENDED, reason, stop_token_id)
+
+    def _fail(self, request: Request, error: BatonError) -> None:
+        """Ends a request that is open, from any state. Its first error stays."""
+        if request.error is not None:
+            return
+        request.error = error
+        error.stage = error.stage or request.stage
+        key, state = request.key, request.state
+        after = RequestState.ENDED
+        if state is RequestState.WAITING:
+            if request.compute_here:
+                self.batcher.waiting.remove(request)
+                if request.mode is RunMode.PREFILL:
+                    self.transfer.fail(key, error)
+            else:
+                self.batcher.reserving.remove(request)
+                self._note_retries(request)
+                # For want of blocks here another decode server may load the KV; after an abort nobody wants it.
+                if error.code is ErrorCode.MALLOC_FAILED:
+                    self.transfer.forget(key)
+                else:
+                    self.transfer.cancel_load(key, error)
+        elif state is RequestState.LOADING:
+            del self.loading[key]
+            self.transfer.cancel_load(key, error)
+            assert request.allocation is not None
+            self.kv.quarantine(request.allocation)
+            request.held_since_s = self.time.now
+            self.leaving[key] = request
+            after = RequestState.LEAVING
+        elif state is RequestState.READY:
+            self.batcher.ready.remove(request)
+            self._free(request)
+        elif state is RequestState.RUNNING:
+            self.batcher.running.remove(request)
+            if request.mode is RunMode.PREFILL and not request.lease_over:
+                self.transfer.fail(key, error)
+                self._stage(request, self.leaving)
+                after = RequestState.LEAVING
+            else:
+                self._free(request)
+        self._close(request, after, None, None)
+
+    def _close(
+        self, request: Request, state: RequestState, reason: FinishReason | None, stop_token_id: int | None
+    ) -> None:
+        """The last output. Blocks that a transfer may still touch stay with the request."""
+        request.state = state
+        del self.open[request.key]
+        output = self.news.output(request.key)
+        output.last = True
+        if request.error is not None:
+            output.error = engine_error(request.error)
+        else:
+            output.finish_reason, output.stop_token_id = reason, stop_token_id
+        output.preemptions = request.preemptions
+        output.stages = request.seconds()
+        output.events = request.events
+
+    def _refuse(self, key: str, error: BatonError) -> None:
+        output = self.news.output(key)
+        output.last = True
+        output.error = engine_error(error)
+
+    def _free(self, request: Request) -> None:
+        allocation = request.let_go()
+        if allocation is not None:
+            self.kv.free(allocation)
+
+    def _stage(self, request: Request, table: dict[str, Request]) -> None:
+        """Its blocks stay until its lease ends."""
+        assert request.allocation is not None
+        self.kv.stage(request.allocation)
+        request.held_since_s = self.time.now
+        table[request.key] = request
+
+    def _leave(self, key: str) -> None:
+        request = self.leaving.pop(key)
+        self._free(request)
+        request.state = RequestState.ENDED
+
+    # -- for the statistics -----------------------------------------------------------------------------------
+
+    def oldest_hold_seconds(self) -> Mapping[str, float]:
+        """Age of the oldest hold per state in which blocks wait for a peer; absent when there is none."""
+        ages: dict[str, float] = {}
+        now = self.time.now
+        for request in (*self.staged.values(), *self.leaving.values(), *self.loading.values()):
+            if request.state is RequestState.LOADING:
+                name = "receiving"
+            else:
+                name = "staged" if request.mode is RunMode.PREFILL else "quarantined"
+            ages[name] = max(ages.get(name, 0.0), now - request.held_since_s)
+        return ages

@@ -1,0 +1,251 @@
+"""Between the scheduler and the cache-store agent: calls one way, events the other, and the protobuf of both.
+
+Publishing happens inside a step, from the model's layer hook, so that the transfer of a layer runs while the
+next one is computed. The agent's threads never touch the scheduler: its events are polled by the engine's
+main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from cache_store.agent import AgentIdentity, AgentSettings, CacheStoreAgent, KvSourceRef
+from cache_store.events import LeaseEnded, LoadDone, LoadFailed
+from cache_store.layout import GroupLayout
+from engine.config import EngineConfig
+from engine.messages import FinishReason, KvGroupInfo, PrefillInfo, PromptLogprob, RunMode, TokenLogprob
+from engine.requests import Answer, Request
+from engine.scheduler.batching import StepPlan
+from engine.scheduler.scheduler import Scheduler
+from protos import common_pb2
+from rpc.errors import BatonError, ErrorCode
+
+_FINISH_TO_WIRE = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+}
+_FINISH_FROM_WIRE = {value: reason for reason, value in _FINISH_TO_WIRE.items()}
+
+
+def agent_settings(config: EngineConfig) -> AgentSettings:
+    return AgentSettings(
+        lease_seconds=config.kv_lease_seconds,
+        checksum=config.kv_checksum,
+        chunk_bytes=config.cache_store_chunk_bytes,
+        queue_size=config.cache_store_queue_size,
+        connect_timeout_s=config.cache_store_connect_timeout_ms / 1000,
+        connect_retries=config.cache_store_connect_retry_times,
+        load_progress_timeout_s=config.load_cache_timeout_ms / 1000,
+        publish_timeout_s=config.cache_store_publish_timeout_ms / 1000,
+        bulk_channels=config.kv_bulk_channels,
+    )
+
+
+def agent_identity(engine_id: str, model_fingerprint: str, groups: Iterable[KvGroupInfo], rank: int) -> AgentIdentity:
+    layouts = tuple(
+        GroupLayout.of(
+            group.tag,
+            num_layers=group.num_layers,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            block_size=group.block_size,
+            dtype=group.dtype,
+        )
+        for group in groups
+    )
+    return AgentIdentity(engine_id, model_fingerprint, layouts[0].dtype, layouts, tp_size=1, rank=rank)
+
+
+def to_wire(answer: Answer) -> common_pb2.PrefillResult:
+    """What the decode server needs to go on after a computed prompt."""
+    result = common_pb2.PrefillResult(
+        cached_tokens=answer.info.cached_tokens,
+        prefill_cuda_graph_status=answer.info.cuda_graph_status,
+        finish_reason=_FINISH_TO_WIRE[answer.finish_reason],
+    )
+    token = result.first_token
+    token.index, token.token_id = answer.index, answer.token_id
+    if answer.logprob is not None:
+        token.logprob.CopyFrom(_logprob_to_wire(answer.logprob))
+        token.top_logprobs.extend(map(_logprob_to_wire, answer.top_logprobs))
+    for entry in answer.prompt_logprobs or ():
+        result.prompt_logprobs.append(
+            common_pb2.PromptLogprob(
+                position=entry.position,
+                logprob=_logprob_to_wire(entry.logprob),
+                top_logprobs=map(_logprob_to_wire, entry.top_logprobs),
+            )
+        )
+    if answer.stop_token_id is not None:
+        result.stop_token_id = answer.stop_token_id
+    return result
+
+
+def from_wire(result: common_pb2.PrefillResult, *, index: int, vocab_size: int, with_prompt_logprobs: bool) -> Answer:
+    """A prefill server's result, whose first token must have `index`.
+
+    Raises OUT_OF_VOCAB_RANGE, or CACHE_STORE_LOAD_UNKNOWN_ERROR for a result that lacks what it must have.
+    """
+    token = result.first_token
+    if not (token.HasField("index") and token.HasField("token_id") and result.HasField("cached_tokens")):
+        raise _breach("the prefill server's result lacks its first token or its cached tokens", "absent_field")
+    if token.index != index:
+        raise _breach(f"the prefill server's token has index {token.index}, expected is {index}", "missing_result")
+    reason = _FINISH_FROM_WIRE.get(result.finish_reason)
+    stop = result.stop_token_id if result.HasField("stop_token_id") else None
+    if token.token_id >= vocab_size:
+        raise BatonError(
+            ErrorCode.OUT_OF_VOCAB_RANGE, "the prefill server's token is outside the vocabulary", stage="load"
+        )
+    return Answer(
+        index=token.index,
+        token_id=token.token_id,
+        logprob=_logprob_from_wire(token.logprob) if token.HasField("logprob") else None,
+        top_logprobs=tuple(map(_logprob_from_wire, token.top_logprobs)),
+        # An old peer's empty status means that it has no prefill graphs.
+        info=PrefillInfo(result.cached_tokens, result.prefill_cuda_graph_status or "not_requested"),
+        prompt_logprobs=[
+            PromptLogprob(
+                entry.position,
+                _logprob_from_wire(entry.logprob),
+                tuple(map(_logprob_from_wire, entry.top_logprobs)),
+            )
+            for entry in result.prompt_logprobs
+        ]
+        if with_prompt_logprobs
+        else None,
+        finish_reason=reason,
+        stop_token_id=stop,
+    )
+
+
+def _breach(message: str, kind: str) -> BatonError:
+    return BatonError(
+        ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, message, stage="load", metadata={"contract_breach": kind}
+    )
+
+
+def _logprob_to_wire(value: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, rank=value.rank)
+
+
+def _logprob_from_wire(value: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(value.token_id, value.logprob, value.rank)
+
+
+class AgentTransfer:
+    """`scheduler.Transfer` on a cache-store agent."""
+
+    def __init__(self, agent: CacheStoreAgent, groups: Sequence[KvGroupInfo], vocab_size: int) -> None:
+        self.agent = agent
+        self._block_sizes = {group.tag: group.block_size for group in groups}
+        self._vocab_size = vocab_size
+
+    # -- calls of the scheduler -----------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> None:
+        allocation = request.allocation
+        assert allocation is not None
+        blocks = {tag: held.blocks for tag, held in allocation.groups.items()}
+        ready = allocation.cached_tokens // min(self._block_sizes.values())
+        self.agent.admit(request.key, allocation.generation, len(request.tokens), blocks, ready)
+
+    def computed(self, request: Request, answer: Answer) -> None:
+        self.agent.computed(request.key, to_wire(answer), hold=True)
+
+    def fail(self, request_key: str, error: BatonError) -> None:
+        self.agent.fail(request_key, error)
+
+    def tombstone(self, request_key: str) -> None:
+        self.agent.tombstone(request_key)
+
+    def load(self, request: Request, deadline_s: float | None, reload: bool) -> None:
+        allocation = request.allocation
+        assert allocation is not None
+        wanted = {
+            tag: (held.receiving[0], held.blocks[slice(*held.receiving)]) for tag, held in allocation.groups.items()
+        }
+        self.agent.load(request.key, self._source(request), len(request.tokens), wanted, deadline_s, reload)
+
+    def keep_alive(self, request: Request) -> None:
+        self.agent.keep_alive(request.key, self._source(request))
+
+    def forget(self, request_key: str) -> None:
+        self.agent.forget(request_key)
+
+    def cancel_load(self, request_key: str, error: BatonError) -> None:
+        self.agent.cancel_load(request_key, error)
+
+    @staticmethod
+    def _source(request: Request) -> KvSourceRef:
+        source = request.add.kv_source
+        assert source is not None
+        return KvSourceRef(source.engine_id, source.addresses, source.tp_size)
+
+    # -- inside a step --------------------------------------------------------------------------------------
+
+    def publisher(self, plan: StepPlan) -> Callable[[str, int], None] | None:
+        """The layer hook that hands over what the step completes; None when it completes nothing.
+
+        A block is complete with its last token; the last block of a prompt also where the prompt ends inside
+        it.
+        """
+        shares: dict[str, list[tuple[str, int]]] = {}
+        for request, row in zip(plan.requests[plan.num_decode :], plan.rows[plan.num_decode :], strict=True):
+            if request.mode is not RunMode.PREFILL or request.lease_over:
+                continue
+            end = row.start + len(row.token_ids)
+            for tag, size in self._block_sizes.items():
+                upto = -(-end // size) if row.sample else end // size
+                if upto > row.start // size:
+                    shares.setdefault(tag, []).append((request.key, upto))
+        if not shares:
+            return None
+        publish = self.agent.publish
+
+        def on_layer(group: str, layer: int) -> None:
+            for key, upto in shares.get(group, ()):
+                publish(key, group, layer, upto)
+
+        return on_layer
+
+    # -- between steps --------------------------------------------------------------------------------------
+
+    def deliver(self, scheduler: Scheduler) -> None:
+        """Hands the agent's news to the scheduler."""
+        for event in self.agent.poll_events():
+            match event:
+                case LoadDone():
+                    request = scheduler.loading.get(event.request_key)
+                    scheduler.load_done(
+                        event.request_key,
+                        self._read(event, request),
+                        event.events,
+                    )
+                case LoadFailed():
+                    error = event.error.with_context(delivered=str(event.delivered), missing=str(event.missing))
+                    scheduler.load_failed(event.request_key, error, event.retriable_here, event.events)
+                case LeaseEnded():
+                    scheduler.lease_ended(
+                        event.request_key,
+                        event.generation,
+                        event.outcome,
+                        event.cause,
+                        event.error,
+                        event.publish_seconds,
+                        event.held_seconds,
+                        event.events,
+                    )
+
+    def _read(self, event: LoadDone, request: Request | None) -> Answer | BatonError:
+        try:
+            return from_wire(
+                event.result,
+                index=len(request.outputs) if request is not None else event.result.first_token.index,
+                vocab_size=self._vocab_size,
+                with_prompt_logprobs=request is not None and request.wants_prompt_logprobs,
+            )
+        except BatonError as error:
+            return error
