@@ -313,8 +313,8 @@ def run(argv: list[str]) -> dict[str, Any]:
         print(f"failed: {error}", file=sys.stderr)
     if math.isfinite(arguments.request_rate) and figures["send_lateness_p99_ms"] > LATENESS_LIMIT_MS:
         print(
-            f"invalid: requests were sent {figures['send_lateness_p99_ms']:.0f} ms late (p99); the load generator could "
-            "not keep the rate",
+            f"invalid: requests were sent {figures['send_lateness_p99_ms']:.0f} ms late (p99); the load generator "
+            "could not keep the rate",
             file=sys.stderr,
         )
         figures["invalid"] = "send lateness"
