@@ -479,7 +479,7 @@ class Cluster:
             rng=random.Random(3),
         )
 
-    async def add(self, role: str, **info: object) -> ScriptedServer:
+    async def add(self, role: str, /, **info: object) -> ScriptedServer:
         server = ScriptedServer(role, self.engines)
         server.info_changes = info
         await server.start()

@@ -1,0 +1,287 @@
+"""The registry against servers on loopback that speak the Worker service."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from protos import common_pb2, worker_pb2
+from router.breaker import BreakerState
+from router.fan_out import flush_caches
+from router.registry import HealthSettings, WorkerRegistry
+from rpc.channels import ChannelPool
+from rpc.errors import BatonError, ErrorCode
+from rpc.metrics import Registry
+from tests.unit.router.scripted import ScriptedServer, answer, make_request, running_cluster
+
+
+def states(cluster) -> list[str]:
+    return [w.state for w in cluster.registry.workers()]
+
+
+async def test_add_when_the_server_comes_later_then_it_is_found_without_being_added_again():
+    async with running_cluster(0, 0) as cluster:
+        late = ScriptedServer("prefill", cluster.engines)
+        address = await late.start()
+        await late.stop()
+        cluster.registry.add("prefill", address)
+        await cluster.until(lambda: cluster.registry.workers()[0].reasons != ("not reached yet",))
+        assert states(cluster) == ["unhealthy"]
+        await late.start(address)
+        cluster.servers.append(late)
+        await cluster.ready(1)
+        assert cluster.metrics.value("baton_router_workers", role="prefill", state="ready") == 1
+
+
+async def test_h6_a_router_with_a_decode_server_alone_refuses_until_a_prefill_server_comes():
+    async with running_cluster(0, 1) as cluster:
+        for _ in range(3):
+            with pytest.raises(BatonError) as caught:
+                await cluster.collect(make_request())
+            assert caught.value.code is ErrorCode.NO_PREFILL_WORKER
+        assert not cluster.servers[0].seen
+        await cluster.add("prefill")
+        await cluster.ready(2)
+        result = await cluster.collect(make_request())
+        assert (result.tokens, result.finish.path) == (answer((5, 6, 7, 8), 6), "pd")
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "h:1:2", "http://h:1", "a b:1"])
+async def test_add_when_the_address_is_none_then_it_is_refused(address):
+    async with running_cluster(0, 0) as cluster:
+        with pytest.raises(BatonError) as caught:
+            cluster.registry.add("prefill", address)
+        assert caught.value.code is ErrorCode.INVALID_PARAMS
+        assert not cluster.registry.workers()
+
+
+async def test_add_when_it_is_known_then_nothing_changes_and_the_other_role_is_refused():
+    async with running_cluster(1, 0) as cluster:
+        [worker] = cluster.registry.workers()
+        assert cluster.registry.add("prefill", worker.address) is worker
+        with pytest.raises(BatonError):
+            cluster.registry.add("decode", worker.address)
+
+
+async def test_remove_when_a_request_is_open_there_then_it_goes_on_and_no_new_one_comes():
+    async with running_cluster(1, 2) as cluster:
+        _, first, second = cluster.servers
+        reached, go = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            reached.set()
+            await go.wait()
+
+        first.at["token:2"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await asyncio.wait_for(reached.wait(), 5)
+        worker = cluster.worker(first)
+        assert cluster.registry.remove("decode", first.address)
+        assert not cluster.registry.remove("decode", first.address)
+        for _ in range(3):
+            await cluster.collect(make_request())
+        assert len(second.seen) == 3
+        go.set()
+        assert (await task).tokens == answer((5, 6, 7, 8), 6)
+        assert worker.inflight == 0
+        assert cluster.metrics.value("baton_router_worker_inflight", role="decode", worker=first.address) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"protocol_version": 2}, "protocol_version"),
+        ({"model_fingerprint": "0" * 32}, "model_fingerprint"),
+        ({"role": worker_pb2.ROLE_PREFILL, "cache_store_addresses": ["h:1"]}, "is a prefill server"),
+        ({"kv_dtype": "bfloat16"}, "kv_dtype"),
+        ({"transports": ["nixl"]}, "transports"),
+        (
+            {
+                "groups": [
+                    common_pb2.KvGroup(
+                        tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=64, dtype="float32"
+                    )
+                ]
+            },
+            "block_size[full]: prefill 16, decode 64",
+        ),
+    ],
+)
+async def test_h2_a_server_that_does_not_fit_gets_no_request_and_says_why(change, reason):
+    async with running_cluster(2, 0) as cluster:
+        decode = await cluster.add("decode", **change)
+        worker = cluster.worker(decode)
+        await cluster.until(lambda: worker.state == "incompatible")
+        assert reason in "; ".join(worker.reasons)
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.INCOMPATIBLE_PEER
+        assert not decode.seen
+        assert not any(s.seen for s in cluster.servers)
+        assert cluster.metrics.value("baton_router_workers", role="decode", state="incompatible") == 1
+        [described] = [line for line in cluster.registry.describe() if line["role"] == "decode"]
+        assert described["state"] == "incompatible"
+
+
+async def test_choose_when_some_servers_fit_then_only_these_are_paired():
+    other = [common_pb2.KvGroup(tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=64, dtype="float32")]
+    async with running_cluster(1, 1) as cluster:
+        p64 = await cluster.add("prefill", groups=other)
+        d64 = await cluster.add("decode", groups=other)
+        await cluster.ready(4)
+        for _ in range(6):
+            await cluster.collect(make_request())
+        p16, d16 = cluster.servers[:2]
+        keys = [{seen.request_key for seen in server.seen} for server in (p16, d16, p64, d64)]
+        assert keys[0] == keys[1]
+        assert keys[2] == keys[3]
+        assert len(keys[0]) == len(keys[2]) == 3
+
+
+async def test_status_when_the_server_drains_then_it_gets_no_new_requests_until_it_is_ready_again():
+    async with running_cluster(1, 2) as cluster:
+        _, first, second = cluster.servers
+        await first.set_state(worker_pb2.WORKER_STATE_DRAINING)
+        await cluster.until(lambda: cluster.worker(first).state == "draining")
+        for _ in range(4):
+            await cluster.collect(make_request())
+        assert (len(first.seen), len(second.seen)) == (0, 4)
+        await first.set_state(worker_pb2.WORKER_STATE_READY)
+        await cluster.until(lambda: cluster.worker(first).state == "ready")
+
+
+async def test_status_when_it_is_older_then_it_is_ignored():
+    async with running_cluster(1, 0) as cluster:
+        [worker] = cluster.registry.workers()
+        server = cluster.servers[0]
+        newest = worker.reported
+
+        def status(version: int, engine_id: str, running: int) -> worker_pb2.WorkerStatus:
+            return worker_pb2.WorkerStatus(
+                state=worker_pb2.WORKER_STATE_READY, engine_id=engine_id, version=version, running=running
+            )
+
+        assert not worker.take_status(status(newest.version, server.engine_id, 9))
+        assert not worker.take_status(status(0, server.engine_id, 9))
+        assert worker.reported is newest
+        assert worker.take_status(status(newest.version + 1, server.engine_id, 9))
+        assert worker.take_status(status(1, "another engine", 3))
+        assert worker.reported.running == 3
+
+
+async def test_restart_when_a_new_engine_serves_at_the_address_then_its_facts_replace_the_old_ones():
+    async with running_cluster(1, 1) as cluster:
+        prefill = cluster.servers[0]
+        worker = cluster.worker(prefill)
+        for _ in range(5):
+            worker.breaker.failure()
+        assert worker.breaker.state is BreakerState.OPEN
+        old = worker.facts.engine_id
+        prefill.info_changes["max_model_len"] = 128
+        await prefill.restart()
+        await cluster.until(lambda: worker.state == "ready" and worker.facts.engine_id != old)
+        assert worker.facts.max_model_len == 128
+        assert worker.breaker.state is BreakerState.CLOSED
+        await cluster.collect(make_request())
+        assert cluster.servers[1].requests[-1].kv_source.engine_id == prefill.engine_id
+
+
+async def test_load_when_the_status_is_fresh_then_requests_of_others_count_and_when_frozen_only_its_own():
+    async with running_cluster(1, 2, policy="least_load", health=HealthSettings(interval_s=30.0)) as cluster:
+        _, busy, idle = cluster.servers
+        busy.running = 7
+        await busy.notify()
+        await cluster.until(lambda: cluster.worker(busy).load == 7)
+        for _ in range(3):
+            await cluster.collect(make_request())
+        assert (len(busy.seen), len(idle.seen)) == (0, 3)
+        # r6: a status that has become old no longer speaks against its server.
+        cluster.worker(busy)._status_fresh_s = -1.0
+        for _ in range(4):
+            await cluster.collect(make_request())
+        assert len(busy.seen) == 2
+
+
+async def test_describe_when_servers_are_known_then_facts_pairs_and_breaker_are_shown():
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.registry.describe()
+        assert prefill["pairs"] == [{"address": decode["address"], "differences": []}]
+        assert prefill["breaker"] == "closed"
+        assert prefill["facts"]["served_model_names"] == ["tiny"]
+        assert decode["status"]["version"] >= 1
+
+
+async def test_note_failure_when_the_connection_is_fine_after_all_then_the_server_is_back_soon():
+    async with running_cluster(1, 1) as cluster:
+        worker = cluster.worker(cluster.servers[0])
+        cluster.registry.note_failure(worker, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
+        assert worker.state == "unhealthy"
+        await cluster.until(lambda: worker.state == "ready")
+
+
+async def test_flush_caches_when_one_server_is_gone_then_every_result_is_there():
+    async with running_cluster(1, 1) as cluster:
+        await cluster.servers[1].stop()
+        results = await flush_caches(cluster.registry)
+        # The scripted servers do not implement it, which is a failure like another.
+        assert [r["ok"] for r in results] == [False, False]
+        assert results[1]["code"] in ("CONNECT_FAILED", "CONNECTION_RESET_BY_PEER")
+        assert {r["role"] for r in results} == {"prefill", "decode"}
+
+
+async def test_r6_start_and_stop_a_hundred_times_leaks_no_task():
+    metrics = Registry("router", process_metrics=False)
+    before = len(asyncio.all_tasks())
+    for _ in range(100):
+        pool = ChannelPool()
+        registry = WorkerRegistry(pool, metrics)
+        registry.add("prefill", "127.0.0.1:1")
+        async with registry:
+            registry.add("decode", "127.0.0.1:2")
+            await asyncio.sleep(0)
+        await pool.close()
+    assert len(asyncio.all_tasks()) == before
+
+
+async def test_r6_members_and_requests_in_any_order_leave_every_count_at_zero():
+    rng = random.Random(11)
+    metrics = Registry("router", process_metrics=False)
+    registry = WorkerRegistry(ChannelPool(), metrics)
+    guards: list = []
+    for _ in range(3000):
+        address = f"127.0.0.1:{rng.randrange(1, 8)}"
+        role = "prefill" if int(address[-1]) % 2 else "decode"
+        match rng.choice(["add", "remove", "enter", "finish", "finish twice", "fail", "status"]):
+            case "add":
+                registry.add(role, address)
+            case "remove":
+                registry.remove(role, address)
+            case "enter" if registry.workers():
+                guards.append(rng.choice(registry.workers()).enter())
+            case "finish" if guards:
+                guards.pop(rng.randrange(len(guards))).release()
+            case "finish twice" if guards:
+                guard = guards.pop()
+                guard.release()
+                guard.release()
+            case "fail" if registry.workers():
+                worker = rng.choice(registry.workers())
+                registry.note_failure(worker, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
+            case "status" if registry.workers():
+                status = worker_pb2.WorkerStatus(engine_id="e", version=rng.randrange(10), running=rng.randrange(5))
+                rng.choice(registry.workers()).take_status(status)
+        assert sum(w.inflight for w in registry.workers()) <= len(guards)
+    for guard in guards:
+        guard.release()
+    for worker in registry.workers():
+        assert worker.inflight == 0
+        labels = {"role": worker.role, "worker": worker.address}
+        assert metrics.value("baton_router_worker_inflight", **labels) == 0
+    shown = metrics.render().decode()
+    for number in range(1, 8):
+        address = f"127.0.0.1:{number}"
+        known = any(w.address == address for w in registry.workers())
+        assert (f'worker="{address}"' in shown) == known
+    await registry.pool.close()
