@@ -1,0 +1,78 @@
+"""The `baton` command: dispatch, and flags that are checked before anything starts."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cli import up
+from cli.launch import LaunchError, check_free
+from cli.main import COMMANDS, main
+
+
+def test_help_then_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+def test_command_when_unknown_then_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert "'serve'" in error
+    assert "prefill" in error
+
+
+def test_command_when_missing_then_usage_and_status_two() -> None:
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", ["router", "prefill", "decode"])
+def test_server_command_when_run_then_it_reads_its_own_flags(name: str) -> None:
+    command = [sys.executable, "-m", "cli", name, "--model", "/no/such/folder"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "/no/such/folder" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["up", "chat", "status", "model"])
+def test_help_of_a_command_then_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: baton {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--prefill-servers", "-1"], "--prefill-servers -1"),
+        (["--decode-servers", "0"], "--decode-servers 0"),
+        (["--port", "70000"], "--port 70000"),
+        (["--port", "9000", "--grpc-port", "9000"], "--port and --grpc-port"),
+        (["--server-flags", "'"], "--server-flags"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_up_when_a_flag_is_wrong_then_one_line_names_it(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert up.main(flags) != 0
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+def test_check_free_when_the_port_is_busy_then_flag_and_port_are_named() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"--port {port}: cannot listen on 127.0.0.1:{port}"):
+            check_free("--port", "127.0.0.1", port)
+    check_free("--port", "127.0.0.1", port)
+    check_free("--port", "127.0.0.1", 0)
