@@ -101,6 +101,8 @@ class OpenRequest:
         self.path: Path | None = None
         self.legs: list[LegNote] = []
         self.timeline: dict[str, float] = {}
+        # Prompts and answers by name, for the access log; empty unless it is told to write them.
+        self.content: dict[str, list[str]] = {}
         self.outcome: FinishReason | None = None
         self.error: BatonError | None = None
         self.was_open = False
@@ -391,6 +393,7 @@ class OpenRequests:
             "seconds": max(0.0, self.clock() - request.arrival),
             "stages": request.clock.seconds(),
             "timeline": request.timeline,
+            **request.content,
         }
         if error is not None:
             fields |= {"phase": phase, "message": error.message, "stage": error.stage, "cause": dict(error.metadata)}

@@ -43,7 +43,7 @@ Action = Callable[[], Awaitable[None] | None]
 
 def next_token(history: Sequence[int]) -> int:
     """The scripted model: the token that follows `history`. Never EOS, unless the prompt says so (see `answer`)."""
-    return 10 + (sum((i + 1) * t for i, t in enumerate(history)) * 2654435761) % 9000
+    return 10 + (sum((i + 1) * t for i, t in enumerate(history)) * 2654435761) % 400
 
 
 def answer(prompt: Sequence[int], count: int) -> list[int]:
@@ -199,11 +199,15 @@ class ScriptedServer:
             loading=0,
         )
 
+    def told(self) -> tuple[object, ...]:
+        """What a change of makes a status."""
+        return self.state, self.engine_id, self.running
+
     # -- requests
 
     async def silence(self) -> None:
-        while self.muted:
-            await asyncio.sleep(3600)
+        if self.muted:
+            await asyncio.get_running_loop().create_future()
 
     async def reach(self, point: str) -> None:
         action = self.at.get(point)
@@ -268,14 +272,8 @@ class _WorkerService(worker_pb2_grpc.WorkerServicer):
             yield server.status()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(request.interval_seconds), server.changed:
-                    state, engine_id = server.state, server.engine_id
-                    running = server.running
-                    await server.changed.wait_for(
-                        lambda: (
-                            (server.state, server.engine_id, server.running)  # noqa: B023
-                            != (state, engine_id, running)
-                        )  # noqa: B023
-                    )
+                    told = server.told()
+                    await server.changed.wait_for(lambda told=told: server.told() != told)
 
 
 class _PrefillService(prefill_pb2_grpc.PrefillServicer):

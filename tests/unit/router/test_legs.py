@@ -78,9 +78,7 @@ async def test_decode_leg_when_it_is_not_read_then_the_sender_is_held_back():
     async with running_cluster(0, 1, local=True) as cluster:
         mailbox = Mailbox(limit=2)
         leg, _ = start_leg(cluster, cluster.servers[0], mailbox=mailbox)
-        async with asyncio.timeout(5):
-            while len(mailbox) < 2:
-                await asyncio.sleep(0.01)
+        await cluster.until(lambda: len(mailbox) == 2)
         for _ in range(20):
             await asyncio.sleep(0)
         assert len(mailbox) == 2

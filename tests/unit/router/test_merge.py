@@ -54,8 +54,7 @@ def test_add_when_a_field_is_absent_then_it_is_not_read_as_zero(field):
 def test_add_when_a_token_never_comes_then_what_waits_is_bounded():
     merge = TokenMerge()
     with pytest.raises(BatonError):
-        for index in range(1, MAX_WAITING + 3):
-            merge.add([out(index)])
+        merge.add(out(index) for index in range(1, MAX_WAITING + 3))
     assert not merge.complete
     merge.forget_waiting()
     assert merge.complete

@@ -183,7 +183,7 @@ async def test_generate_when_a_server_drains_then_trying_another_costs_no_budget
 @pytest.mark.parametrize("how", ["killed", "typed"])
 async def test_generate_when_decode_dies_in_mid_stream_then_the_answer_goes_on_elsewhere(point, how):
     async with running_cluster(1, 2) as cluster:
-        prefill, first, second = cluster.servers
+        _, first, second = cluster.servers
         first.at[point] = first.stop if how == "killed" else fails(ErrorCode.EXECUTION_EXCEPTION)
         result = await cluster.collect(make_request())
         assert result.tokens == answer(PROMPT, 6)
