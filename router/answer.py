@@ -34,7 +34,8 @@ class Prompt:
 class AnswerRequest:
     """A client request after validation: `candidates` sequences for each prompt, of which `n` are shown.
 
-    `template` is what all sequences share. `seed` is the client's, `drawn_seed` the one to use without it.
+    `template` is what all sequences share. `seed` is the client's, `drawn_seed` the one to use without it. With
+    `log_content` prompts and answers are put into the owner's `content`, for the access log.
     """
 
     template: RouterRequest
@@ -46,6 +47,7 @@ class AnswerRequest:
     eos_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     drawn_seed: int = 0
+    log_content: bool = False
 
     @property
     def sequences(self) -> int:
@@ -203,7 +205,7 @@ async def _one(
     )
 
 
-async def answer(request: AnswerRequest, serving: Serving, tokenizer: Tokenizer) -> AsyncGenerator[TextEvent, None]:
+def answer(request: AnswerRequest, serving: Serving, tokenizer: Tokenizer) -> AsyncGenerator[TextEvent, None]:
     """The events of all choices, each choice's in order. Raises BatonError when one of them fails; the
     others are ended then. Closing it, or cancelling its reader, ends all legs. Not to be left without
     closing (`aclosing`).
@@ -212,6 +214,26 @@ async def answer(request: AnswerRequest, serving: Serving, tokenizer: Tokenizer)
     in the prefix cache. Choices whose reader is slow wait: the queue between them holds two events a
     choice.
     """
+    events = _all(request, serving, tokenizer)
+    return _logged(events, request, tokenizer) if request.log_content else events
+
+
+async def _logged(
+    events: AsyncGenerator[TextEvent, None], request: AnswerRequest, tokenizer: Tokenizer
+) -> AsyncGenerator[TextEvent, None]:
+    """The same events; what was asked and answered goes to the request's owner, whatever ends it."""
+    outputs = ["" for _ in range(request.sequences)]
+    owner = request.template.owner
+    if owner is not None:
+        prompts = [tokenizer.decode(prompt.token_ids, skip_special_tokens=False) for prompt in request.prompts]
+        owner.content = {"prompt": prompts, "output": outputs}
+    async with aclosing(events):
+        async for event in events:
+            outputs[event.choice] += event.text
+            yield event
+
+
+async def _all(request: AnswerRequest, serving: Serving, tokenizer: Tokenizer) -> AsyncGenerator[TextEvent, None]:
     if request.sequences == 1:
         async with aclosing(_one(request, 0, serving, tokenizer)) as events:
             async for event in events:

@@ -91,6 +91,9 @@ class Run:
             self._admitted = False
             self._context.admission.leave()
         self._clock.finish_stage()
+        if not self._owner.timeline:
+            # Closed by its surface, e.g. on a stop string: what is known so far belongs to the answer as well.
+            self._owner.timeline = self._seconds()
 
     async def next(self) -> TokensEvent | FinishEvent:
         """The next tokens, or the end. Raises what the client is to get."""
@@ -255,9 +258,7 @@ class Run:
         self, reason: FinishReason, stop_token_id: int | None = None, preemptions: int = 0
     ) -> FinishEvent:
         self._clock.finish_stage()
-        timeline = {f"router.{stage}": seconds for stage, seconds in self._clock.seconds().items()}
-        timeline |= self._timeline
-        self._owner.timeline = timeline
+        timeline = self._owner.timeline = self._seconds()
         return FinishEvent(
             reason=reason,
             stop_token_id=stop_token_id,
@@ -266,6 +267,10 @@ class Run:
             preemptions=preemptions,
             path=self._owner.path,
         )
+
+    def _seconds(self) -> dict[str, float]:
+        """The timeline: seconds by "role.stage"."""
+        return {f"router.{stage}": seconds for stage, seconds in self._clock.seconds().items()} | self._timeline
 
     def _ended_from_outside(self, stop: BatonError) -> FinishEvent:
         """Aborted through the API: what it has is valid. Given up by the router: an error."""

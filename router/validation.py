@@ -190,7 +190,15 @@ class RequestValidator:
     """Makes an `AnswerRequest` of a `GenerationParams`: first `check` (stage validate), then `prepare`
     (tokenize)."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, model: Callable[[], ModelFacts]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        model: Callable[[], ModelFacts],
+        *,
+        log_content: bool = False,
+    ) -> None:
+        self.log_content = log_content
         self.tokenizer = tokenizer
         self.template = template
         self.model = model
@@ -250,6 +258,7 @@ class RequestValidator:
             eos_token_ids=facts.eos_token_ids,
             seed=None if params.seed is None else params.seed % 2**64,
             drawn_seed=secrets.randbits(64),
+            log_content=self.log_content,
         )
 
     async def encode(

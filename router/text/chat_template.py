@@ -62,9 +62,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, which prompts are not.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
@@ -94,9 +92,7 @@ class ChatTemplate:
         try:
             self._template = _environment(now).from_string(template)
         except jinja2.TemplateError as error:
-            raise BatonError(
-                ErrorCode.INVALID_PARAMS, f"chat template {source}: {error}", param="--model"
-            ) from None
+            raise BatonError(ErrorCode.INVALID_PARAMS, f"chat template {source}: {error}", param="--model") from None
         self._knows_developer = "developer" in template
 
     @classmethod

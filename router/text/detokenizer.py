@@ -37,9 +37,7 @@ class Detokenizer:
         character that the prompt ends in the middle of can be completed. Looks at the prompt's last tokens
         only."""
         if self._rule is None:
-            tail = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._skipped][
-                -_CONTEXT_TOKENS:
-            ]
+            tail = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._skipped][-_CONTEXT_TOKENS:]
             self._window = tail
             self._shown = len(tail)
             return

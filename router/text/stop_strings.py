@@ -34,9 +34,7 @@ class StopStrings:
             raise ValueError("an empty stop string matches everywhere")
         self._stops = list(stops)
         self._tables = [_fallbacks(stop) for stop in stops]
-        self._states = [0] * len(
-            self._stops
-        )  # length of the prefix of each stop string that the text ends with
+        self._states = [0] * len(self._stops)  # length of the prefix of each stop string that the text ends with
         self._held = ""
         self._best: tuple[int, int] | None = None  # start in `_held`, index of the stop string
         self.matched: str | None = None

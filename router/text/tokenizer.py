@@ -50,9 +50,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.vocab_size = 1 + max(
-            (backend.get_vocab_size() - 1, *backend.get_added_tokens_decoder()), default=0
-        )
+        self.vocab_size = 1 + max((backend.get_vocab_size() - 1, *backend.get_added_tokens_decoder()), default=0)
         self.rule: ByteRule | None = byte_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
         self._longest_token = max((len(self.id_to_token(i) or "") for i in range(self.vocab_size)), default=1)
@@ -63,9 +61,7 @@ class Tokenizer:
         """Reads `folder`; raises INVALID_PARAMS naming the file that is missing or broken."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise BatonError(
-                ErrorCode.INVALID_PARAMS, f"model folder {folder} has no tokenizer.json", param="--model"
-            )
+            raise BatonError(ErrorCode.INVALID_PARAMS, f"model folder {folder} has no tokenizer.json", param="--model")
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception for whatever it cannot read
@@ -100,9 +96,7 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    async def encode_off_loop(
-        self, text: str, *, add_special_tokens: bool = True, max_tokens: int = 0
-    ) -> list[int]:
+    async def encode_off_loop(self, text: str, *, add_special_tokens: bool = True, max_tokens: int = 0) -> list[int]:
         """Like `encode`, in a thread when the text is long, so that the event loop goes on.
 
         `max_tokens` > 0 is the most that the caller can use: text that cannot be that short is refused with

@@ -114,10 +114,12 @@ def chat_model() -> Path:
 
 @asynccontextmanager
 async def running_router(**options: Any) -> AsyncIterator[RunningRouter]:
-    """`options` go to `HttpServices`; `chat=False` takes the chat template away."""
+    """`options` go to `HttpServices`, but for `chat` (False takes the chat template away), `log_content` and
+    `request_timeout_s`."""
     folder = chat_model()
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate.load(folder, tokenizer.special_tokens) if options.pop("chat", True) else None
+    log_content = options.pop("log_content", False)
     eos = tokenizer.encode("<|im_end|>")[0]
     facts = ModelFacts((MODEL, "alias"), str(folder), CONTEXT, tokenizer.vocab_size, (eos,))
     metrics = Registry("router", process_metrics=False)
@@ -138,7 +140,7 @@ async def running_router(**options: Any) -> AsyncIterator[RunningRouter]:
     services = HttpServices(
         serving=serving,
         open_requests=open_requests,
-        validator=RequestValidator(tokenizer, template, serving.model),
+        validator=RequestValidator(tokenizer, template, serving.model, log_content=log_content),
         workers=workers,
         metrics=metrics,
         flush_cache=flush_cache,

@@ -190,6 +190,19 @@ async def test_cached_tokens_when_there_are_several_choices_are_counted_once(rou
     assert (await router.access_log.last())["cached_tokens"] == 1
 
 
+@pytest.mark.parametrize("log_content", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_content_when_logging_is_asked_for_is_in_the_access_log_and_otherwise_never(log_content, stream):
+    async with running_router(log_content=log_content) as router:
+        await router.client.post(TEXT, json={**GOOD, "prompt": ["hi", "you"], "stream": stream})
+        record = await router.access_log.last()
+        if log_content:
+            assert (record["prompt"], record["output"]) == (["hi", "you"], [ANSWER, ANSWER])
+        else:
+            assert ANSWER not in str(record)
+            assert "prompt" not in record
+
+
 # -- workers, aborts
 
 
