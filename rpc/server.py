@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
@@ -87,12 +88,12 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             writes_itself = inspect.iscoroutinefunction(body)
             return grpc.unary_stream_rpc_method_handler(
                 cast(Any, self._wrap(method, body if writes_itself else _writing(body))),
-                handler.request_deserializer,
+                _tolerant(handler.request_deserializer),
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
             cast(Any, self._wrap(method, handler.unary_unary)),
-            handler.request_deserializer,
+            _tolerant(handler.request_deserializer),
             handler.response_serializer,
         )
 
@@ -101,6 +102,11 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             scope = _CallScope(self, method, context)
             async with scope:
                 call = scope.enter()
+                if isinstance(request, _Unreadable):
+                    raise BatonError(
+                        ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
+                        "the message cannot be read: it is no protobuf of this method, or text in it is not UTF-8",
+                    )
                 if scope.has_own_deadline:  # gRPC cancels this task when it passes
                     return await body(request, context)
                 async with _limit(call.deadline):
@@ -111,6 +117,22 @@ class _Interceptor(grpc.aio.ServerInterceptor):
     def _count(self, method: str, code: str) -> None:
         if self._registry is not None:
             self._registry.inc("baton_rpc_requests_total", method=method, code=code)
+
+
+class _Unreadable:
+    """Stands for a request whose bytes cannot be parsed."""
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """Bytes that cannot be parsed become `_Unreadable`: left to gRPC, they would be UNKNOWN without details."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return data if deserialize is None else deserialize(data)
+        except (DecodeError, ValueError):
+            return _Unreadable()
+
+    return parse
 
 
 def _writing(

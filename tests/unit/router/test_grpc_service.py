@@ -200,6 +200,18 @@ async def test_generate_when_the_request_is_malformed_then_each_gets_its_code_an
         await api.cluster.settled()
 
 
+@pytest.mark.parametrize("raw", [b"\x1a\x02\xff\xfe", b"\xff\xff\xff", b"\x0a\x05a"])
+async def test_generate_when_the_bytes_are_no_message_then_604(raw):
+    async with running_api() as api:
+        call = api.channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=bytes, response_deserializer=bytes)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(raw, timeout=5).read()
+        assert code_of(caught.value) is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
+        name = ErrorCode.ERROR_GENERATE_CONFIG_FORMAT.name
+        counted = api.cluster.metrics.value("baton_rpc_requests_total", method=f"{SERVICE}/Generate", code=name)
+        assert counted == 1
+
+
 async def test_generate_when_servers_fail_in_mid_stream_then_the_status_has_the_code():
     async with running_api() as api:
         api.cluster.servers[1].at["token:2"] = fails(ErrorCode.INVALID_PARAMS)
