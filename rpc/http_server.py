@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rpc.errors import BatonError, ErrorCode, http_error_body, http_error_headers
 from rpc.ids import new_request_id, valid_request_id
@@ -90,6 +92,23 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], ExceptionHandler] = {
 }
 
 
+class _Protocol(HttpToolsProtocol):
+    """What cannot be parsed as HTTP is refused in Baton's form as well."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = BatonError(ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, "the request is not valid HTTP")
+        body = json.dumps(http_error_body(error)).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **http_error_headers(error, new_request_id()),
+        }
+        lines = [f"HTTP/1.1 {error.http_status} Bad Request", *(f"{name}: {value}" for name, value in headers.items())]
+        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        self.transport.close()
+
+
 class _Uvicorn(uvicorn.Server):
     """The process handles its signals itself."""
 
@@ -109,7 +128,7 @@ class HttpServer:
         self._config = uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

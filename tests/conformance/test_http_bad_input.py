@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -369,3 +370,28 @@ async def test_body_when_too_large_is_413_also_when_its_size_is_not_declared():
             response = await router.client.post(path, json={"prompt": "x" * 20_000})
             check_error(response, ErrorCode.PAYLOAD_TOO_LARGE)
         assert (await router.client.post(TEXT, json=text()[1])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"BREW /pot HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"hello\r\n\r\n",
+        b"GET /v1/models HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: minus\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+async def test_bytes_when_they_are_no_http_are_refused_in_the_error_form(router, raw):
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(raw)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"x-baton-error: ERROR_GENERATE_CONFIG_FORMAT" in head
+    assert b"X-Request-Id: " in head
+    assert json.loads(content)["error"]["baton_code"] == 604
+    writer.close()
+    assert (await router.client.get("/v1/models")).status_code == 200
