@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from cache_store.allocator import keep_freed_memory
 from cache_store.events import (
     AgentEvent,
     AgentStats,
@@ -113,6 +114,7 @@ class CacheStoreAgent:
         """Listens and returns the bound "host:port" (port 0: any free one). CONNECT_FAILED names a port in use."""
         if self._thread is not None:
             raise RuntimeError("an agent is started once")
+        keep_freed_memory()
         started: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._thread_main, args=(host, port, started), name="cache-store", daemon=True

@@ -95,7 +95,7 @@ class AgentStats:
     peers_connected: int = 0
     peers_incompatible: int = 0
     peers_lost: int = 0
-    oldest_hold_seconds: Mapping[str, float] = field(default_factory=dict)  # staged, receiving; absent when none is held
+    oldest_hold_seconds: Mapping[str, float] = field(default_factory=dict)  # of staged, receiving
 
     @property
     def transfers_inflight(self) -> int:
