@@ -105,7 +105,7 @@ async def read_status(base_url: str, api_key: str = "") -> ClusterStatus:
         ready=bool(waiting.get("ready")),
         reasons=[str(reason) for reason in waiting.get("reasons", [])],
         models=[str(model["id"]) for model in _json(models, base_url).get("data", [])],
-        inflight=figures.get("inflight"),
+        inflight=figures.get("in_flight"),
         queued=figures.get("queued"),
     )
     # Without the router's key: it is for the router alone.

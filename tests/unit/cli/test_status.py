@@ -64,7 +64,7 @@ def router() -> Iterator[SseServer]:
         "/version": b'{"version": "1.2"}',
         "/ready": b'{"ready": true, "reasons": []}',
         "/v1/models": b'{"data": [{"id": "m"}]}',
-        "/load": b'{"inflight": 6, "queued": 1}',
+        "/load": b'{"in_flight": 6, "queued": 1}',
     }
     with in_thread(SseServer([], pages=pages)) as running:
         yield running
