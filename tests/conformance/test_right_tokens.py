@@ -1,0 +1,160 @@
+"""Every family through real processes: greedy tokens identical to `transformers`, however the cluster serves them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.reference import MIN_MARGIN, Reference, reference
+from tests.integration.cluster import Cluster, wait_for
+from tests.integration.generation_client import GenerationClient
+from tests.unit.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, tiny_model
+
+BLOCK = 16
+CHUNK = 32  # tokens of a step on either server, so that longer prompts are computed in several chunks
+TOKENS = 40
+FEW_TOKENS = 8
+# One token, around one block, whole blocks, around a chunk, several chunks.
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 47, 5 * BLOCK, 3 * CHUNK + 22)
+FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
+         "--num-kv-blocks", "256")  # fmt: skip
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [(7 * i * i + 13 * i + 31 * salt + i * salt) % (VOCAB_SIZE - 2) + 2 for i in range(length)]
+
+
+@dataclass
+class Family:
+    """A cluster of one model, with what `transformers` answers to each prompt."""
+
+    name: str
+    cluster: Cluster
+    client: GenerationClient
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+    def skipped_blocks(self) -> float:
+        return self.cluster.decode[0].metric("baton_kv_blocks_skipped_total") or 0.0
+
+    def prefill_steps(self) -> float:
+        return self.cluster.prefill[0].metric("baton_engine_step_seconds_count", kind="prefill") or 0.0
+
+    def some(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Prompts without a full block, with one, with whole blocks and of several chunks; and the first tokens of
+        their answers."""
+        for prompt, expected in zip(self.prompts, self.expected, strict=True):
+            if len(prompt) in (BLOCK - 1, BLOCK + 1, 5 * BLOCK, LENGTHS[-1]):
+                yield prompt, expected[:FEW_TOKENS]
+
+
+def clear_prompts(model: Reference) -> tuple[list[list[int]], list[list[int]]]:
+    """A prompt of each length whose greedy answer has no near tie, and those answers.
+
+    They come out of one padded batch of `generate`; each is then checked in a row of its own.
+    """
+    prompts = [prompt_of(length, salt=length) for length in LENGTHS]
+    for attempt in range(1, 20):
+        answers = model.greedy_batch(prompts, TOKENS)
+        tied = [i for i, prompt in enumerate(prompts) if model.margin(prompt, answers[i]) < MIN_MARGIN]
+        if not tied:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert model.forced(prompt, answer).argmax(dim=-1).tolist() == answer
+            return prompts, answers
+        for i in tied:
+            prompts[i] = prompt_of(LENGTHS[i], salt=100 * attempt + LENGTHS[i])
+    raise AssertionError("there is a near tie on the way of every answer that was tried")
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS)
+def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    folder: Path = tiny_model(request.param)
+    prompts, expected = clear_prompts(reference(folder))
+    with (
+        Cluster(1, 1, model=folder, prefill_flags=FLAGS, decode_flags=FLAGS) as cluster,
+        GenerationClient(cluster.router.grpc) as client,
+    ):
+        yield Family(request.param, cluster, client, prompts, expected)
+        cluster.assert_clean_ledgers()
+        assert cluster.errors_without_code() == []
+
+
+def test_tokens_when_disaggregated_then_those_of_transformers(family: Family) -> None:
+    skipped, steps = family.skipped_blocks(), family.prefill_steps()
+    for prompt, expected in zip(family.prompts, family.expected, strict=True):
+        answer = family.client.generate(prompt, TOKENS, salt="alone")
+        assert answer.token_ids == expected, f"prompt of {len(prompt)}"
+        assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
+        assert answer.finish_reason == "length"
+    assert family.skipped_blocks() == skipped
+    # Long prompts were computed in chunks, and nothing was computed twice.
+    assert family.prefill_steps() - steps == sum(-(-length // CHUNK) for length in LENGTHS)
+
+
+def test_tokens_when_the_prefix_is_cached_on_both_servers_then_those_of_transformers(family: Family) -> None:
+    for prompt, expected in family.some():
+        family.client.generate(prompt, 2, salt="both")
+        skipped = family.skipped_blocks()
+        answer = family.client.generate(prompt, len(expected), salt="both")
+        assert answer.token_ids == expected, f"prompt of {len(prompt)}"
+        assert answer.path == "pd"
+        # At least one token of the prompt is always computed, and only full blocks are cached.
+        assert answer.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+        assert family.skipped_blocks() - skipped == len(prompt) // BLOCK
+
+
+def test_tokens_when_the_prefix_is_cached_on_the_prefill_server_alone_then_those_of_transformers(
+    family: Family,
+) -> None:
+    for prompt, expected in family.some():
+        # A request for one token is served by the prefill server alone.
+        first = family.client.generate(prompt, 1, salt="on-p")
+        assert (first.token_ids, first.path) == (expected[:1], "colocated")
+        skipped = family.skipped_blocks()
+        answer = family.client.generate(prompt, len(expected), salt="on-p")
+        assert answer.token_ids == expected, f"prompt of {len(prompt)}"
+        assert (answer.path, answer.cached_tokens) == ("pd", (len(prompt) - 1) // BLOCK * BLOCK)
+        assert family.skipped_blocks() == skipped
+
+
+def test_tokens_when_colocated_and_then_with_that_prefix_on_the_decode_server_then_those_of_transformers(
+    family: Family,
+) -> None:
+    for prompt, expected in family.some():
+        # Two choices are served by the decode server alone.
+        for choice in family.client.open(prompt, len(expected), salt="on-d", n=2).answers():
+            assert choice.token_ids == expected, f"prompt of {len(prompt)}"
+            assert choice.path == "colocated"
+        skipped = family.skipped_blocks()
+        answer = family.client.generate(prompt, len(expected), salt="on-d")
+        assert answer.token_ids == expected, f"prompt of {len(prompt)}"
+        assert (answer.path, answer.cached_tokens) == ("pd", 0)
+        assert family.skipped_blocks() - skipped == len(prompt) // BLOCK
+
+
+def test_tokens_when_eight_requests_run_at_once_then_those_of_transformers(family: Family) -> None:
+    decode = family.cluster.decode[0]
+
+    def large_batches() -> float:
+        total = decode.metric("baton_engine_batch_requests_count", kind="decode") or 0.0
+        return total - (decode.metric("baton_engine_batch_requests_bucket", kind="decode", le="4.0") or 0.0)
+
+    before = large_batches()
+    # The decode server's engine gets all of them at once.
+    engine = decode.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        opened = [family.client.open(prompt, TOKENS, salt="batch") for prompt in family.prompts]
+        wait_for("eight requests on the decode server", lambda: len(decode.requests()["open"]) == len(opened), 10.0)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    for generation, prompt, expected in zip(opened, family.prompts, family.expected, strict=True):
+        answer = generation.answer()
+        assert answer.token_ids == expected, f"prompt of {len(prompt)}"
+        assert (answer.path, answer.attempts) == ("pd", 1)
+    assert large_batches() > before, "no step had more than four requests"
