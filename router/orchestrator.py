@@ -154,6 +154,8 @@ class Orchestrator:
                     yield event
                     return
                 if opened is not None:
+                    if event.prefill is not None:
+                        opened.cached_tokens = event.prefill.cached_tokens
                     opened.tokens_written(len(event.tokens))
                 yield event
 

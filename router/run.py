@@ -247,7 +247,6 @@ class Run:
         if self._summarized:
             return TokensEvent(event.tokens)
         self._summarized = True
-        self._owner.cached_tokens += event.prefill.cached_tokens
         return event
 
     def _finish(self, ended: Ended) -> FinishEvent:

@@ -180,10 +180,10 @@ class RouterServer:
 
     def load(self) -> dict[str, Any]:
         return {
-            "in_flight": len(self.open_requests),
+            "inflight": len(self.open_requests),
             "queued": self.admission.depth,
             "workers": [
-                {"role": w.role, "address": w.address, "in_flight": w.inflight, "load": w.load}
+                {"role": w.role, "address": w.address, "inflight": w.inflight, "load": w.load}
                 for w in self.registry.workers()
             ],
         }

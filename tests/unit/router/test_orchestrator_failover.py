@@ -59,6 +59,7 @@ async def test_generate_when_a_decode_server_refuses_then_the_other_one_serves_i
 
 async def test_generate_when_decode_reports_602_then_it_is_treated_as_8211():
     async with running_cluster(1, 1) as cluster:
+        cluster.servers[0].at["start"] = Hold()  # no token comes out
         cluster.servers[1].at["start"] = fails(ErrorCode.MALLOC_FAILED)
         with pytest.raises(BatonError) as caught:
             await cluster.collect(make_request())
@@ -133,12 +134,13 @@ async def test_p1_prefill_refuses_and_the_load_fails_with_it_then_the_client_get
 
 async def test_generate_when_every_retry_fails_then_the_servers_code_reaches_the_client():
     async with running_cluster(1, 1) as cluster:
-        cause = BatonError(ErrorCode.KV_CHECKSUM_MISMATCH)
+        prefill, decode = cluster.servers
+        prefill.at["start"] = Hold()  # no token comes out
 
         def fail() -> None:
-            raise load_failed(cause)
+            raise load_failed(BatonError(ErrorCode.KV_CHECKSUM_MISMATCH))
 
-        cluster.servers[1].at["start"] = fail
+        decode.at["start"] = fail
         with pytest.raises(BatonError) as caught:
             await cluster.collect(make_request())
         assert caught.value.code is ErrorCode.LOAD_KV_CACHE_FAILED
@@ -151,6 +153,7 @@ async def test_generate_when_every_retry_fails_then_the_servers_code_reaches_the
 
 async def test_generate_when_it_makes_every_server_fail_then_8513_which_nobody_retries():
     async with running_cluster(1, 2) as cluster:
+        cluster.servers[0].at["start"] = Hold()  # no token comes out
         for server in cluster.servers[1:]:
             server.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION)
         with pytest.raises(BatonError) as caught:
@@ -162,6 +165,7 @@ async def test_generate_when_it_makes_every_server_fail_then_8513_which_nobody_r
 
 async def test_generate_when_the_retry_budget_is_used_up_then_8610_with_the_first_cause():
     async with running_cluster(1, 1, retry_budget_ratio=0.0) as cluster:
+        cluster.servers[0].at["start"] = Hold()  # no token comes out
         cluster.servers[1].at["start"] = fails(ErrorCode.WAIT_TO_RUN_TIMEOUT, where="there")
         with pytest.raises(BatonError) as caught:
             await cluster.collect(make_request())
