@@ -116,7 +116,7 @@ class EngineCore:
     def step(self) -> bool:
         """Books what happened since the last step, and computes the next batch. False: there was none.
 
-        Raises EngineUnusable when the model cannot run any more.
+        Fault point `engine.step`, with the kind of the batch: before it runs. Raises EngineUnusable when the model cannot run any more.
         """
         scheduler = self.scheduler
         self.time.refresh()
@@ -127,6 +127,7 @@ class EngineCore:
             return False
         began = self.time.now
         try:
+            fault("engine.step", kind=plan.kind)
             result = self.runner.execute(plan.batch, self._layer_hook(plan))
         except Exception as error:
             self.time.refresh()
