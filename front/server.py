@@ -46,7 +46,7 @@ RPC_STOP_S = 1.0
 HEALTH_INTERVAL_S = 1.0
 # What a second signal leaves for each step; the process is ended after 2 s whatever happens.
 FAST_RPC_STOP_S = 0.5
-FAST_ENGINE_STOP_S = 0.3
+FAST_ENGINE_STOP_S = 0.0
 # The part of the drain's time limit that is kept for ending what is left.
 ABORT_RESERVE_S = 1.0
 
@@ -406,6 +406,11 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 async def serve(role: ServedRole, settings: FrontSettings, config: EngineConfig) -> int:
-    """The main coroutine of a server process."""
+    """The main coroutine of a server process. Raises SystemExit with one line for settings that cannot work together.
+    """
+    try:
+        config.check()
+    except BatonError as error:
+        raise SystemExit(f"{role.name}_server: error: {error.message}") from None
     setup_logging(role.name, settings.log_level, settings.log_format)
     return await FrontServer(role, settings, config).run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,7 +171,8 @@ class Pair:
     def __init__(self, prefill: ServerProcess, decode: ServerProcess, model: str) -> None:
         self.p = Client(prefill, model)
         self.d = Client(decode, model)
-        self._pool = ThreadPoolExecutor(4)
+        # A call that nobody holds is cancelled by its finalizer.
+        self._calls: list[Any] = []
 
     def __enter__(self) -> Pair:
         return self
@@ -180,7 +180,6 @@ class Pair:
     def __exit__(self, *unused: object) -> None:
         self.p.channel.close()
         self.d.channel.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def open_decode(self, request: common_pb2.GenerateInput, timeout: float = TIMEOUT_S) -> EventReader:
         message = decode_pb2.DecodeRequest(input=request, kv_source=self.p.kv_source())
@@ -188,9 +187,10 @@ class Pair:
 
     def open_prefill(self, request: common_pb2.GenerateInput, timeout: float = TIMEOUT_S) -> Any:
         """A future of the answer."""
-        return self.p.prefill.Prefill.future(
-            prefill_pb2.PrefillRequest(input=request, hold_kv=True), timeout=timeout
-        )
+        message = prefill_pb2.PrefillRequest(input=request, hold_kv=True)
+        call = self.p.prefill.Prefill.future(message, timeout=timeout)
+        self._calls.append(call)
+        return call
 
     def generate(self, request: common_pb2.GenerateInput, timeout: float = TIMEOUT_S) -> Generated:
         """The request through both servers: decode first, prefill at once after."""
