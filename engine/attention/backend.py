@@ -34,25 +34,27 @@ class AttentionRows:
 class AttentionBackend(ABC):
     """Writes keys and values into the paged pool and attends over it.
 
-    One instance serves all layers of a model. Per step: `plan` once, then for each layer `write`, `attend`.
-    The pool of a layer is [num_blocks, 2, num_kv_heads, block_size, head_dim]; the 2 is key, value.
+    One instance serves all layers of a model. `bind` is called once per layer when the pool is allocated; per step,
+    `plan` once, then for each layer `write` and `attend`.
     """
 
     name: str
     capabilities: Capabilities
 
     @abstractmethod
-    def plan(self, rows: AttentionRows, device: torch.device) -> Any:
-        """Everything about the rows that all layers share. The result is passed to `write` and `attend`."""
+    def bind(self, pool: torch.Tensor) -> Any:
+        """The backend's handle of a layer's pool [num_blocks, 2 (key, value), num_kv_heads, block_size, head_dim]."""
 
     @abstractmethod
-    def write(self, plan: Any, pool: torch.Tensor, kv: torch.Tensor) -> None:
+    def plan(self, rows: AttentionRows) -> Any:
+        """Everything about the step's rows that all layers share; passed to `write` and `attend`."""
+
+    @abstractmethod
+    def write(self, plan: Any, layer: Any, kv: torch.Tensor) -> None:
         """Store the step's kv [tokens, 2 * num_kv_heads, head_dim]: all key heads, then all value heads."""
 
     @abstractmethod
-    def attend(
-        self, plan: Any, pool: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, plan: Any, layer: Any, q: torch.Tensor, kv: torch.Tensor, window: int | None) -> torch.Tensor:
         """Causal attention of q [tokens, num_heads, head_dim] over the pool, after `write` of the same layer.
 
         kv is what `write` was given, for use where a row has no earlier tokens. With a window, a token sees

@@ -42,8 +42,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         if not file.is_file():
             listed = f" (listed in {INDEX_FILE})" if index.exists() else ""
             raise ModelLoadError(
-                f"{file}: no such file{listed}; "
-                f"a model folder needs {SINGLE_FILE}, or {INDEX_FILE} with its shards"
+                f"{file}: no such file{listed}; a model folder needs {SINGLE_FILE}, or {INDEX_FILE} with its shards"
             )
     return files
 
@@ -83,20 +82,14 @@ class SafetensorsCheckpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         place = self._place.get(name)
         if place is None:
-            raise ModelLoadError(
-                f"{self.folder}: tensor {name!r} of shape {list(out.shape)} is in none of its files"
-            )
+            raise ModelLoadError(f"{self.folder}: tensor {name!r} of shape {list(out.shape)} is in none of its files")
         file, handle = place
         found = handle.get_slice(name).get_shape()
         if list(found) != list(out.shape):
-            raise ModelLoadError(
-                f"{file}: tensor {name!r} has shape {list(found)}, expected {list(out.shape)}"
-            )
+            raise ModelLoadError(f"{file}: tensor {name!r} has shape {list(found)}, expected {list(out.shape)}")
         tensor = handle.get_tensor(name)
         if not tensor.is_floating_point():
-            raise ModelLoadError(
-                f"{file}: tensor {name!r} has dtype {tensor.dtype}, expected a floating-point one"
-            )
+            raise ModelLoadError(f"{file}: tensor {name!r} has dtype {tensor.dtype}, expected a floating-point one")
         out.copy_(tensor)
 
 

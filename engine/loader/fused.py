@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, linear
 from engine.layers.norm import RmsNorm
 from engine.loader.checkpoint import WeightSource
 from engine.models.config import ModelConfig
@@ -24,9 +24,7 @@ class WeightLoader:
         self.source.read_into(name, out)
         return out
 
-    def linear(
-        self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool
-    ) -> Linear:
+    def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool) -> Linear:
         """One Linear whose rows are those of the named projections, in order.
 
         names: checkpoint prefixes; out_features: rows of each; bias: whether each has one.
@@ -38,7 +36,7 @@ class WeightLoader:
         if biases is not None:
             for name, part in zip(names, biases.split(list(out_features)), strict=True):
                 self.source.read_into(f"{name}.bias", part)
-        return Linear(weight, biases)
+        return linear(weight, biases)
 
     def norm(self, name: str, features: int, eps: float) -> RmsNorm:
         return RmsNorm(self.tensor(f"{name}.weight", features), eps)
@@ -46,5 +44,5 @@ class WeightLoader:
     def head(self, tied: torch.Tensor | None, config: ModelConfig) -> Linear:
         """The output head: its own matrix, or the embedding table `tied` [vocab, hidden]."""
         if tied is not None:
-            return Linear(tied)
+            return linear(tied)
         return self.linear(["lm_head"], config.hidden_size, [config.vocab_size], bias=False)

@@ -95,9 +95,7 @@ def token_ids(value: object, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _windows(
-    source: Mapping[str, Any], reader: _Reader, family: str, num_layers: int
-) -> tuple[int | None, ...]:
+def _windows(source: Mapping[str, Any], reader: _Reader, family: str, num_layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer: Mistral has one for all layers, Qwen for those that it names."""
     if family == "llama":
         return (None,) * num_layers
@@ -105,9 +103,7 @@ def _windows(
         # Absent means the family's default of 4096; null means none
         present = "sliding_window" not in source or source["sliding_window"] is not None
         return (reader.integer("sliding_window", 4096) if present else None,) * num_layers
-    if not reader.boolean("use_sliding_window") or (
-        "sliding_window" in source and source["sliding_window"] is None
-    ):
+    if not reader.boolean("use_sliding_window") or ("sliding_window" in source and source["sliding_window"] is None):
         return (None,) * num_layers
     window = reader.integer("sliding_window", 4096)
     kinds = source.get("layer_types")
@@ -120,8 +116,7 @@ def _windows(
         or not set(kinds) <= {"full_attention", "sliding_attention"}
     ):
         raise ModelLoadError(
-            f"config.json: 'layer_types' must be full_attention or sliding_attention for each of "
-            f"{num_layers} layers"
+            f"config.json: 'layer_types' must be full_attention or sliding_attention for each of {num_layers} layers"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -141,24 +136,20 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
     known = [name for name in names if name in FAMILIES]
     if not known:
         raise ModelLoadError(
-            f"config.json: architectures {names!r} are not supported; "
-            f"supported: {', '.join(sorted(FAMILIES))}"
+            f"config.json: architectures {names!r} are not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     if source.get("quantization_config"):
         raise ModelLoadError("config.json: quantized checkpoints (quantization_config) are not supported")
     family = FAMILIES[known[0]]
     reader = _Reader(source)
     if source.get("hidden_act", "silu") != "silu":
-        raise ModelLoadError(
-            f"config.json: hidden_act {source['hidden_act']!r} is not supported; supported: silu"
-        )
+        raise ModelLoadError(f"config.json: hidden_act {source['hidden_act']!r} is not supported; supported: silu")
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", 8 if family == "mistral" else num_heads)
     if num_heads % num_kv_heads:
         raise ModelLoadError(
-            f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
-            f"num_key_value_heads ({num_kv_heads})"
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
     head_dim = reader.integer("head_dim", 128 if family == "qwen3" else max(1, hidden_size // num_heads))
     if head_dim % 2:
@@ -210,8 +201,7 @@ def load_config(folder: Path, max_model_len: int | None = None) -> ModelConfig:
         return config
     if not 1 <= max_model_len <= config.max_model_len:
         raise ModelLoadError(
-            f"--max-model-len {max_model_len} must be between 1 and the model's "
-            f"{config.max_model_len} positions"
+            f"--max-model-len {max_model_len} must be between 1 and the model's {config.max_model_len} positions"
         )
     return replace(config, max_model_len=max_model_len)
 

@@ -28,9 +28,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype, load_forma
     Raises ModelLoadError naming the file and tensor at fault.
     """
     if load_format not in LOAD_FORMATS:
-        raise ModelLoadError(
-            f"--load-format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}"
-        )
+        raise ModelLoadError(f"--load-format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     family = MODELS[config.family]
     if load_format == "dummy":
         return family(config, WeightLoader(DummyCheckpoint(), dtype))

@@ -33,9 +33,7 @@ class LlamaAttention:
     def prepare(self, qkv: torch.Tensor) -> None:
         """What a family does in place to queries and keys before rotation; qkv: [tokens, all heads, dim]."""
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: ForwardStep
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: ForwardStep) -> torch.Tensor:
         qkv = self.qkv(x).view(-1, self.num_all, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         self.prepare(qkv)
         rotary.apply_(qkv[:, : self.num_rotated], step.cos, step.sin)
@@ -45,7 +43,7 @@ class LlamaAttention:
         if step.on_layer is not None:
             step.on_layer(self.layer)
         attended = step.backend.attend(step.plan, pool, q, kv, self.window)  # [tokens, heads * head_dim]
-        return self.o.add(residual, attended)
+        return self.o.plus(attended, residual)
 
 
 class LlamaMlp:
@@ -53,14 +51,13 @@ class LlamaMlp:
 
     def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = load.linear(
-            [f"{prefix}.gate_proj", f"{prefix}.up_proj"], hidden, [inner, inner], config.mlp_bias
-        )
+        self.gate = load.linear([f"{prefix}.gate_proj"], hidden, [inner], config.mlp_bias)
+        self.up = load.linear([f"{prefix}.up_proj"], hidden, [inner], config.mlp_bias)
         self.down = load.linear([f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [tokens, inner] each
-        return self.down.add(residual, F.silu(gate).mul_(up))
+        inner = self.up.times(x, self.gate.silu(x))  # [tokens, inner]
+        return self.down.plus(inner, residual)
 
 
 class LlamaLayer:
@@ -87,8 +84,7 @@ class LlamaModel:
         self.rotary = Rotary(config.rope, config.head_dim, load.dtype)
         self.embedding = load.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [
-            self.layer_class(config, load, f"model.layers.{layer}", layer)
-            for layer in range(config.num_layers)
+            self.layer_class(config, load, f"model.layers.{layer}", layer) for layer in range(config.num_layers)
         ]
         self.norm = load.norm("model.norm", config.hidden_size, config.norm_eps)
         self.head = load.head(self.embedding if config.tie_embeddings else None, config)

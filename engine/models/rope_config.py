@@ -57,16 +57,12 @@ def parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
-        raise ModelLoadError(
-            f"config.json: rope_parameters / rope_scaling must be an object, not {scaling!r}"
-        )
+        raise ModelLoadError(f"config.json: rope_parameters / rope_scaling must be an object, not {scaling!r}")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelLoadError("config.json: RoPE parameters that differ per layer type are not supported")
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in KINDS:
-        raise ModelLoadError(
-            f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}"
-        )
+        raise ModelLoadError(f"config.json: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     for holder in (scaling, config):
         if _number(holder, "partial_rotary_factor", 1.0) != 1.0:
             raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")
@@ -87,9 +83,7 @@ def parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         low = _positive(scaling, "low_freq_factor", None)
         high = _positive(scaling, "high_freq_factor", None)
         if high <= low:
-            raise ModelLoadError(
-                f"config.json: RoPE high_freq_factor ({high}) must exceed low_freq_factor ({low})"
-            )
+            raise ModelLoadError(f"config.json: RoPE high_freq_factor ({high}) must exceed low_freq_factor ({low})")
         return RopeConfig(
             kind=kind,
             theta=theta,

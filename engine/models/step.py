@@ -17,7 +17,7 @@ class ForwardStep:
 
     backend: AttentionBackend
     plan: Any  # of the backend, for this step's rows
-    pools: Sequence[torch.Tensor]  # per layer [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    pools: Sequence[Any]  # per layer: the backend's handle of its KV pool
     cos: torch.Tensor  # [tokens, 1, head_dim]
     sin: torch.Tensor
     on_layer: Callable[[int], None] | None  # called when the layer's KV of all tokens is in its pool

@@ -17,9 +17,7 @@ class StepInputs:
     rows: AttentionRows
     first_token: list[int]  # per row: index of its first token among `token_ids`
     sampled_rows: list[int]  # rows that sample
-    sampled_tokens: (
-        torch.Tensor | None
-    )  # [sampled rows] index of their last token; None: all tokens, in order
+    sampled_tokens: torch.Tensor | None  # [sampled rows] index of their last token; None: all tokens, in order
 
 
 def check_batch(batch: StepBatch, block_size: int, num_blocks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class ModelRunner:
         self.dtype_name = resolve_dtype(dtype, self.config)
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.block_size = block_size
-        self.backend = select_backend(attention_backend, self.config, block_size)
+        self.backend = select_backend(attention_backend, self.config, block_size, self.dtype)
         self.model_fingerprint = model_fingerprint(folder, load_format)
         with torch.inference_mode():
             self.model = load_model(folder, self.config, self.dtype, load_format)
@@ -59,6 +60,7 @@ class ModelRunner:
             )
         ]
         self.kv_layers: dict[str, list[torch.Tensor]] = {FULL_GROUP: []}
+        self._bound: list[Any] = []  # the backend's handles of kv_layers
         self.num_blocks = 0
 
     @property
@@ -83,6 +85,7 @@ class ModelRunner:
         self.kv_layers[FULL_GROUP] = [
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)
         ]
+        self._bound = [self.backend.bind(pool) for pool in self.kv_layers[FULL_GROUP]]
         self.num_blocks = num_blocks
 
     @torch.inference_mode()
@@ -121,8 +124,8 @@ class ModelRunner:
         cos, sin = self.model.rotary.angles(inputs.positions)
         step = ForwardStep(
             backend=self.backend,
-            plan=self.backend.plan(inputs.rows, self.device),
-            pools=self.kv_layers[FULL_GROUP],
+            plan=self.backend.plan(inputs.rows),
+            pools=self._bound,
             cos=cos,
             sin=sin,
             on_layer=None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer),
@@ -137,7 +140,5 @@ class ModelRunner:
         for begin in range(skip, len(next_ids), _PROMPT_LOGPROB_ROWS):
             end = min(begin + _PROMPT_LOGPROB_ROWS, len(next_ids))
             logits = self.model.logits(hidden[begin:end])
-            found += prompt_logprobs(
-                logits, next_ids[begin:end], row.start + 1 + begin, row.num_prompt_logprobs
-            )
+            found += prompt_logprobs(logits, next_ids[begin:end], row.start + 1 + begin, row.num_prompt_logprobs)
         return found
