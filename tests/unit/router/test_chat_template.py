@@ -42,8 +42,7 @@ def test_generation_prompt_when_not_wanted_is_left_out():
         ("{% for i in range(3) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "02"),
         ("a{% generation %}b{{ messages[0].role }}{% endgeneration %}c", "abuserc"),
         (
-            "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
-            "{{ ns.n }}",
+            "{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
             "1",
         ),
         ("{% if tools is not none %}x{% endif %}{{ missing is defined }}", "False"),

@@ -55,9 +55,7 @@ def test_ids_and_text_when_compared_with_transformers_are_the_same(folder, add_s
 
 def test_special_tokens_when_named_in_the_configuration_only_are_special(tmp_path):
     tokenizer = Tokenizer.load(
-        folders.write_folder(
-            tmp_path, folders.byte_level(), additional_special_tokens=["two words"], pad_token="[PAD]"
-        )
+        folders.write_folder(tmp_path, folders.byte_level(), additional_special_tokens=["two words"], pad_token="[PAD]")
     )
     ids = tokenizer.encode("x two words")
     assert tokenizer.decode(ids) == "x "

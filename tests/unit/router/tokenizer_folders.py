@@ -65,9 +65,7 @@ def space_sign(vocab_size: int = 640) -> Tokenizer:
     tokenizer.train_from_iterator(CORPUS, trainer)
     # The trainer marks byte tokens as special; they are ordinary vocabulary in a model's file.
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if not token["content"].startswith("<0x")
-    ]
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
@@ -93,9 +91,7 @@ def word_piece(vocab_size: int = 400) -> Tokenizer:
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     tokenizer.train_from_iterator(
         CORPUS,
-        trainers.WordPieceTrainer(
-            vocab_size=vocab_size, special_tokens=["[UNK]", "[SEP]"], show_progress=False
-        ),
+        trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=["[UNK]", "[SEP]"], show_progress=False),
     )
     return tokenizer
 
