@@ -79,16 +79,25 @@ class Launcher:
         try:
             for server in self.servers:
                 server.start(self.environ)
-            for server in self.servers:
-                server.wait_ready(self.start_timeout_s, stop)
-                self._say_ready(server)
+            self._wait_ready(self.servers, stop)
             self._router = self._make_router()
             self._router.start(self.environ)
-            self._router.wait_ready(self.start_timeout_s, stop)
-            self._say_ready(self._router)
+            self._wait_ready([self._router], stop)
         except BaseException:
             self.stop(grace_s=0.0)
             raise
+
+    def _wait_ready(self, processes: list[Process], stop: threading.Event | None) -> None:
+        """Until all listen; the first one that fails ends the wait, whichever it is."""
+        waiting = list(processes)
+        while waiting:
+            for process in [p for p in waiting if p.check_ready(self.start_timeout_s)]:
+                waiting.remove(process)
+                self._say_ready(process)
+            if stop is not None and stop.is_set():
+                raise LaunchStopped("the start was given up")
+            if waiting:
+                waiting[0].wait_listening(WATCH_S)
 
     def _server(self, role: str, index: int, flags: list[str]) -> Process:
         arguments = ["--model", self.model, "--host", "127.0.0.1", "--port", "0"]

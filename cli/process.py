@@ -19,7 +19,6 @@ from typing import IO, Any
 MODULES = {"router": "router", "prefill": "prefill_server", "decode": "decode_server"}
 LOG_LINES_KEPT = 40
 LAST_WORDS_S = 1.0  # how long the last lines of a process that has ended are waited for
-POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
 _ROOT = str(Path(__file__).resolve().parents[1])
 # Looked up here: a child between fork and exec must not take locks.
@@ -35,7 +34,7 @@ class LaunchStopped(Exception):
 
 
 class Process:
-    """`start()`, then `wait_ready()`, which fills `ready`. A later `start()` takes the same ports again.
+    """`start()`, then `check_ready()` until it is true and `ready` filled. Another `start()` takes its ports again.
 
     A child ends when the thread that started it ends, however that ends: it gets SIGTERM from the system.
     """
@@ -117,17 +116,19 @@ class Process:
         """Whether this start's ready line has come."""
         return self._listening.is_set()
 
-    def wait_ready(self, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
-        """Waits for the ready line. Raises LaunchError with the process's own last words, LaunchStopped on `stop`."""
-        deadline = self.started_at + timeout_s
-        while not self._listening.wait(POLL_S):
-            if stop is not None and stop.is_set():
-                raise LaunchStopped(self.name)
-            if not self.alive():
-                raise LaunchError(f"{self.name} ended with status {self.status}: {self.last_words()}")
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{self.name} was not ready within {timeout_s:.0f} s: {self.last_words()}")
-        return self.ready
+    def wait_listening(self, timeout_s: float) -> bool:
+        """Waits for this start's ready line; False when it has not come within `timeout_s`."""
+        return self._listening.wait(timeout_s)
+
+    def check_ready(self, limit_s: float) -> bool:
+        """Whether it listens. Raises LaunchError with its own last words when it never will, or after `limit_s`."""
+        if self.listening:
+            return True
+        if not self.alive():
+            raise LaunchError(f"{self.name} ended with status {self.status}: {self.last_words()}")
+        if time.monotonic() - self.started_at > limit_s:
+            raise LaunchError(f"{self.name} was not ready within {limit_s:.0f} s: {self.last_words()}")
+        return False
 
     def last_words(self) -> str:
         """The line in which it said why it ended; else the messages it logged last."""

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         say=lambda line: print(line, flush=True),
     )
     signals = StopSignals()
-    signals.install()
+    signals.install()  # only now: until here there is nothing to stop, and the default handling is quicker
     launcher.say(
         f"starting {arguments.prefill_servers} prefill + {arguments.decode_servers} decode servers, model {model}"
     )
