@@ -393,6 +393,7 @@ class CacheStoreAgent:
                 task = tasks.create_task(_guarded(work))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(lambda _: work.close())  # cancelled before its first step, it never ran
                 return task
 
             self._puller = Puller(

@@ -71,6 +71,7 @@ class Node:
         tp_size: int = 1,
         rank: int = 0,
         pool: HostKvPool | None = None,
+        port: int = 0,
     ) -> None:
         self.layouts = tuple(layouts)
         self.memory: dict[str, list[np.ndarray]] = {
@@ -87,7 +88,7 @@ class Node:
         self.counters: dict[tuple[str, ...], float] = {}
         self.samples: dict[str, list[Observation]] = {}
         self.agent = CacheStoreAgent(self.identity, self.pool, settings or AgentSettings(), wake=self._wake)
-        self.address = self.agent.start("127.0.0.1", 0)
+        self.address = self.agent.start("127.0.0.1", port)
         self._taken = 0
 
     def _wake(self) -> None:

@@ -1,0 +1,260 @@
+"""Peers that are gone, are others than expected, or break the protocol: each is told apart, and none hangs a load."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+
+from cache_store.agent import AgentSettings, KvSourceRef, LoadDone
+from protos import cache_store_pb2 as pb
+from protos import cache_store_pb2_grpc as pb_grpc
+from rpc import faults
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, prefill_result, until
+
+KEY = key_of(1)
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.disarm()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    with nodes(Node("prefill", seed=1), Node("decode", seed=2)) as (prefill, decode):
+        yield prefill, decode
+        faults.disarm()
+        assert_clean(prefill, decode)
+
+
+PREFILL_PROCESS = """
+import sys
+from rpc import faults
+from tests.unit.cache_store.agents import Node, key_of
+
+node = Node("prefill", seed=1)
+faults.arm("cache_store.send_piece:delay=60,layer=1")
+node.stage(key_of(1), [5, 6])
+print(node.address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_k1_peer_killed_in_mid_load_ends_it_soon_and_nothing_more_is_needed_from_it() -> None:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", PREFILL_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+        nodes(Node("decode", seed=2)) as (decode,),
+    ):
+        try:
+            before = decode.blocks([1, 2])
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            decode.load(KvSourceRef("prefill", (address,), 1), KEY, [1, 2])
+            until(lambda: not np.array_equal(decode.blocks([1, 2])[0], before[0]), "layer 0 has come")
+            process.kill()
+            failed = decode.load_failed(timeout_s=3)
+            assert failed.error.code is ErrorCode.CONNECTION_RESET_BY_PEER
+            assert (failed.delivered, failed.missing) == (2, 4)
+            assert failed.retriable_here
+            decode.load(KvSourceRef("prefill", (address,), 1), KEY, [3, 4], reload=True)
+            assert decode.load_failed(timeout_s=3).error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+            assert decode.agent.stats().peers_lost == 1
+            assert_clean(decode)
+        finally:
+            process.kill()
+
+
+def test_peer_that_shuts_down_in_mid_load_ends_it_with_its_cause() -> None:
+    faults.arm("cache_store.send_piece:delay=30,layer=1")
+    prefill, decode = Node("prefill", seed=1), Node("decode", seed=2)
+    with nodes(decode):
+        decode.load(prefill.source, KEY, [1, 2])
+        prefill.stage(KEY, [5, 6])
+        until(lambda: np.array_equal(decode.memory["full"][0][[1, 2]], prefill.memory["full"][0][[5, 6]]), "layer 0")
+        prefill.agent.close(10)
+        failed = decode.load_failed(timeout_s=3)
+        assert failed.error.code in (ErrorCode.SERVER_DRAINING, ErrorCode.CONNECTION_RESET_BY_PEER)
+        assert (failed.delivered, failed.missing) == (2, 4)
+        decode.agent.cancel_load(KEY, failed.error)
+        assert_clean(decode)
+
+
+def test_peer_that_cannot_be_reached_is_a_connect_failure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    with nodes(Node("decode", seed=2)) as (decode,):
+        decode.load(KvSourceRef("prefill", (address,), 1), KEY, [1])
+        failed = decode.load_failed(timeout_s=3)
+        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+        assert failed.retriable_here
+        assert decode.count("handshakes_total", result="failed") == 1
+        assert decode.agent.stats().peers_lost == 1
+        assert address not in failed.error.message and failed.error.metadata["peer"] == address
+
+
+def test_peer_that_accepts_but_never_answers_is_a_connect_failure_within_its_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, nodes(
+        Node("decode", AgentSettings(connect_timeout_s=0.3))
+    ) as (decode,):
+        source = KvSourceRef("prefill", (f"127.0.0.1:{silent.getsockname()[1]}",), 1)
+        decode.load(source, KEY, [1])
+        assert decode.load_failed(timeout_s=3).error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+
+
+def test_h2_another_engine_at_the_address_is_restarted_with_both_ids(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    decode.load(KvSourceRef("old-engine", (prefill.address,), 1), KEY, [1])
+    failed = decode.load_failed()
+    assert failed.error.code is ErrorCode.PEER_RESTARTED
+    assert failed.error.metadata["expected_engine_id"] == "old-engine"
+    assert failed.error.metadata["engine_id"] == "prefill"
+    assert not failed.retriable_here
+    assert decode.count("peer_restarts_total") == 1
+    assert decode.count("handshakes_total", result="restarted") == 1
+    assert decode.count("kv_stale_references_total", kind="peer_restarted") == 1
+    # A decode server that is sent to itself finds out in the same way.
+    decode.load(KvSourceRef("prefill", (decode.address,), 1), key_of(2), [1])
+    assert decode.load_failed().error.code is ErrorCode.PEER_RESTARTED
+
+
+def test_restarted_peer_on_the_same_port_is_found_out_and_the_new_one_served() -> None:
+    prefill, decode = Node("prefill", seed=1), Node("decode", seed=2)
+    with nodes(decode):
+        prefill.stage(KEY, [5])
+        decode.load(prefill.source, KEY, [1])
+        decode.load_done()
+        old, port = prefill.source, int(prefill.address.rsplit(":", 1)[1])
+        prefill.close()
+        with nodes(Node("prefill-restarted", seed=4, port=port)) as (again,):
+            decode.load(old, key_of(2), [1])
+            assert decode.load_failed().error.code in (
+                ErrorCode.PEER_RESTARTED,
+                ErrorCode.CONNECTION_RESET_BY_PEER,
+                ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+            )
+            again.stage(key_of(3), [6])
+
+            def loaded() -> bool:
+                decode.load(again.source, key_of(3), [2])
+                return isinstance(decode.next_event(), LoadDone)
+
+            until(loaded, "the new engine serves")
+            assert np.array_equal(decode.blocks([2]), again.blocks([6]))
+
+
+def test_incompatible_peer_is_refused_with_every_differing_fact(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    with nodes(Node("other", model="model-b", seed=5)) as (other,):
+        other.load(prefill.source, KEY, [1])
+        failed = other.load_failed()
+        assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
+        assert failed.error.metadata["model_fingerprint"] == "model-b / model-a"
+        assert other.count("handshakes_total", result="incompatible") == 1
+        assert prefill.count("handshakes_total", result="incompatible") == 1
+        assert other.agent.stats().peers_incompatible == 1
+
+
+def test_h1_death_of_one_decode_server_does_not_touch_the_others(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    faults.arm(f"cache_store.send_piece:delay=30,key={key_of(9)}")
+    dying = Node("dying", seed=8)
+    prefill.stage(key_of(9), [9, 10])
+    dying.load(prefill.source, key_of(9), [1, 2])
+    until(lambda: prefill.agent.stats().readers == 1, "the load is open")
+    dying.agent.close(10)
+    prefill.stage(KEY, [5])
+    decode.load(prefill.source, KEY, [1])
+    decode.load_done()
+    assert {prefill.lease_ended().request_key for _ in range(2)} == {KEY, key_of(9)}
+
+
+# ---- a peer that breaks the protocol
+
+
+class Scripted(pb_grpc.CacheStoreServicer):
+    """A cache store that answers a load with the events it is given, however wrong they are."""
+
+    def __init__(self, events: list[pb.LoadEvent | bytes]) -> None:
+        self.events = events
+        self.released = threading.Event()
+
+    def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeResponse:
+        return pb.HandshakeResponse(
+            engine_id="prefill", tp_size=1, rank=0, transport="grpc", checksum="off", lease_seconds=30
+        )
+
+    def Load(self, request: pb.LoadRequest, context: object) -> Iterator[pb.LoadEvent]:
+        yield from self.events
+
+    def Release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:
+        self.released.set()
+        return pb.ReleaseResponse(found=True)
+
+
+@contextlib.contextmanager
+def scripted(events: list[pb.LoadEvent]) -> Iterator[KvSourceRef]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_CacheStoreServicer_to_server(Scripted(events), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield KvSourceRef("prefill", (f"127.0.0.1:{port}",), 1)
+    finally:
+        server.stop(0).wait(5)
+
+
+def piece(layer: int, blocks: list[int], data: bytes | None = None) -> pb.LoadEvent:
+    payload = bytes(LAYOUT.block_bytes * len(blocks)) if data is None else data
+    return pb.LoadEvent(
+        pieces=pb.PieceHeader(group="full", layer=layer, blocks=blocks, block_bytes=LAYOUT.block_bytes), data=payload
+    )
+
+
+START = [pb.LoadEvent(started=pb.Started(generation=1)), pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING)]
+ALL = [piece(layer, [0]) for layer in range(LAYOUT.num_layers)]
+END = [pb.LoadEvent(state=pb.COMPUTE_STATE_COMPUTED), pb.LoadEvent(done=pb.Done(result=prefill_result(), pieces=3))]
+
+
+def test_scripted_peer_that_keeps_to_the_protocol_is_loaded_from() -> None:
+    """So that the failures below are due to what is wrong in them. Also: a sender in another encoding is understood."""
+    with scripted([*START, *ALL, *END]) as source, nodes(Node("decode")) as (decode,):
+        decode.load(source, KEY, [1])
+        decode.load_done()
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ([*START, *ALL[:2], *END], ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+        ([*START, *ALL[:2]], ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+        ([*START, *ALL], ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+        ([*START, *ALL, pb.LoadEvent()], ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+        ([*START, piece(0, [0], b"")], ErrorCode.READ_BUFFER_MISMATCH),
+        ([*START, ALL[0], *ALL, *END], ErrorCode.READ_BUFFER_MISMATCH),
+        ([*START, piece(0, [0, 1]), *ALL[1:], *END], ErrorCode.READ_BUFFER_MISMATCH),
+        ([*START, piece(3, [0]), *ALL, *END], ErrorCode.READ_BUFFER_MISMATCH),
+        ([*START, *ALL, *END, ALL[0]], ErrorCode.READ_BUFFER_MISMATCH),
+        ([*START, *ALL, END[0], pb.LoadEvent(done=pb.Done(pieces=3))], ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+        ([*START, *ALL, END[0], pb.LoadEvent(done=pb.Done(result=prefill_result()))], ErrorCode.READ_BUFFER_MISMATCH),
+        ([], ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+    ],
+)
+def test_p3_stream_that_ends_ok_without_everything_is_a_failure(events: list[pb.LoadEvent], code: ErrorCode) -> None:
+    with scripted(events) as source, nodes(Node("decode")) as (decode,):
+        decode.load(source, KEY, [1])
+        assert decode.load_failed(timeout_s=3).error.code is code
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
+        assert_clean(decode)
