@@ -25,6 +25,7 @@ from front.validation import read_key, read_request
 from protos import common_pb2
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
+from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.server import cancel_code
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StopCheck, in_stage
@@ -238,6 +239,7 @@ class RequestScope:
         with in_stage(request.clock, StopCheck(deadline)):
             key = read_key(message)
             request.request_id, request.attempt = key.request_id, key.attempt
+            request_id_var.set(key.request_id)
             request.request_key = message.request_key
             request.model = message.model
             request.prompt_tokens = len(message.prompt_token_ids)
@@ -386,7 +388,9 @@ class RequestScope:
         stream = self._stream
         assert stream is not None
         code = error.code if error is not None else ErrorCode.CANCELLED
-        self._reception.tell_engine(request.request_key, code, request.abort_source or "error")
+        if code is not ErrorCode.ENGINE_DEAD:
+            request.abort_source = request.abort_source or "error"
+            self._reception.tell_engine(request.request_key, code, request.abort_source)
         try:
             async with asyncio.timeout(wait_s) as self._leaving:
                 async for output in stream:

@@ -193,7 +193,7 @@ class Request:
         }
         if self.ended_at is None:
             entry["state_seconds"] = round(now - self.state_since, 6)
-            if self.waits_for and self.state in (RequestState.ENGINE, RequestState.LOAD):
+            if self.waits_for and self.state is RequestState.LOAD:
                 entry["waits_for"] = self.waits_for
         if self.ended_at is not None:
             entry["ended_seconds_ago"] = round(now - self.ended_at, 6)

@@ -243,7 +243,8 @@ class _CallScope:
         return ErrorCode.UNKNOWN_ERROR.name
 
     async def _fail(self, error: BatonError) -> NoReturn:
-        await status.abort(self._context, error, request_id=self._request_id)
+        # The handler may have found the id in the message itself.
+        await status.abort(self._context, error, request_id=request_id_var.get() or self._request_id)
 
 
 def bind_error(flag: str, host: str, port: int, reason: str) -> SystemExit:

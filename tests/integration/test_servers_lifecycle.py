@@ -16,7 +16,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import worker_pb2, worker_pb2_grpc
+from protos import prefill_pb2, worker_pb2, worker_pb2_grpc
 from rpc.errors import ErrorCode
 from tests.integration.cluster import ROOT, SERVER_FLAGS, Cluster, ServerProcess, process_exists, wait_for
 from tests.integration.test_servers_handoff import MODEL, prompt_of
@@ -191,6 +191,24 @@ def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are
             assert decode.wait() == 0
 
 
+def test_drain_when_asked_for_by_rpc_then_requests_are_refused_and_the_process_stays_until_its_signal() -> None:
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as cluster:
+        decode = cluster.decode[0]
+        with Client(decode, MODEL) as client:
+            watch = statuses(client, 30.0)
+            next(watch)
+            assert client.worker.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S).HasField("remaining")
+            assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING
+            assert client.worker.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S).remaining == 0  # idempotent
+            with pytest.raises(grpc.RpcError) as caught:
+                client.local(generate_input("late", prompt_of(5), model=MODEL))
+            assert typed(caught.value).code is ErrorCode.SERVER_DRAINING
+            assert health_of(client.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert decode.metric("baton_drain_state") == 2
+            assert decode.alive
+        assert decode.terminate() == 0
+
+
 def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released(cluster: Cluster) -> None:
     prefill = cluster.prefill[0]
     with Pair(prefill, cluster.decode[0], MODEL) as pair:
@@ -209,8 +227,6 @@ def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> N
     with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags) as cluster:
         prefill = cluster.prefill[0]
         with Client(prefill, MODEL) as client:
-            from protos import prefill_pb2
-
             request = generate_input("forgotten", prompt_of(60), model=MODEL)
             client.prefill.Prefill(prefill_pb2.PrefillRequest(input=request, hold_kv=True), timeout=TIMEOUT_S)
         began = time.monotonic()

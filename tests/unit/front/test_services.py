@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.client import STREAM_CAPACITY
 from engine.messages import EngineError, FinishReason, RequestOutput, RunMode, TokenOutput
 from protos import common_pb2, decode_pb2, prefill_pb2
 from rpc import faults
@@ -293,6 +294,7 @@ async def test_request_when_the_engine_fails_it_then_its_code_and_stage_leave_th
         error = error_of(await task)
         record = (await front.records())[0]
     assert (error.code, error.stage, error.message) == (seen, "allocate", "it failed")
+    assert error.metadata["request_id"] == REQUEST_ID  # although no metadata of the call named it
     assert (record["code"], record["source"]) == (int(seen), "context_error")
     assert front.metrics.value("baton_rpc_requests_total", method=_method(role), code=seen.name) == 1
 
@@ -352,6 +354,21 @@ async def test_decode_when_the_engine_gives_no_result_with_the_load_then_it_fail
         error = error_of(await task)
     assert error.code is ErrorCode.UNKNOWN_ERROR
     assert front.engine.aborts == [(REQUEST_KEY, ErrorCode.UNKNOWN_ERROR, "error")]
+    assert front.metrics.value("baton_aborts_total", leg="decode", source="error") == 1
+
+
+async def test_decode_when_the_reader_is_too_slow_then_it_gets_8102_after_what_it_had() -> None:
+    front = Front("decode")
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        task = start(group, front, decode_request(local=True))
+        await front.engine.until(lambda: front.engine.adds)
+        for index in range(STREAM_CAPACITY + 1):  # all in one turn of the loop: nothing can be read meanwhile
+            front.engine.emit(RequestOutput(REQUEST_KEY, tokens=[TokenOutput(index, 5)]))
+        error = error_of(await task)
+        record = (await front.records())[0]
+    assert error.code is ErrorCode.OUTPUT_QUEUE_FULL
+    assert record["generated_tokens"] == STREAM_CAPACITY
+    assert front.engine.aborts[-1][0] == REQUEST_KEY
 
 
 # -- cancel, abort, deadline ---------------------------------------------------------------------------------
