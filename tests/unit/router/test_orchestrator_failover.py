@@ -40,8 +40,8 @@ async def test_generate_when_a_decode_server_refuses_then_the_other_one_serves_i
     async with running_cluster(1, 2) as cluster:
         prefill, first, second = cluster.servers
         first.at["start"] = fails(code)
-        # Before the prompt is computed, so that no token is out.
-        prefill.at["answer"] = lambda: first.until(lambda: first.seen and not first.open)
+        # Not before the other one is asked, so that no token is out.
+        prefill.at["answer"] = lambda: second.until(lambda: second.seen)
         result = await cluster.collect(make_request())
         assert result.tokens == answer(PROMPT, 6)
         assert len(second.seen) == 1
@@ -193,14 +193,19 @@ async def test_generate_when_decode_dies_in_mid_stream_then_the_answer_goes_on_e
         assert result.tokens == answer(PROMPT, 6)
         assert result.indices == list(range(6))
         assert len(result.summaries) == 1
-        assert (result.finish.reason, result.finish.attempts) == ("length", 1 if point == "finished" else 2)
-        if point == "finished":
-            assert not second.seen  # every token was out
+        assert result.finish.reason == "length"
+        if point == "finished" and not second.seen:
+            # Every token was out. (What a killed server sent last may be lost on the way.)
+            assert result.finish.attempts == 1
         else:
-            emitted = int(point[-1])
+            emitted = len(second.seen[0].output_token_ids)
+            assert emitted == int(point[-1]) or how == "killed"
             assert list(second.seen[0].output_token_ids) == answer(PROMPT, emitted)
             assert second.seen[0].sampling.seed == first.seen[0].sampling.seed
-        assert counted(cluster, "baton_migrations_total", result="ok") == (0 if point == "finished" else 1)
+            assert result.finish.attempts == 2
+        migrations = result.finish.attempts - 1
+        assert counted(cluster, "baton_migrations_total", result="ok") == migrations
+        assert how == "killed" or migrations == (0 if point == "finished" else 1)
         await cluster.settled()
 
 
