@@ -116,7 +116,8 @@ class EngineCore:
     def step(self) -> bool:
         """Books what happened since the last step, and computes the next batch. False: there was none.
 
-        Fault point `engine.step`, with the kind of the batch: before it runs. Raises EngineUnusable when the model cannot run any more.
+        Fault point `engine.step`, with the kind of the batch: before it runs. Raises EngineUnusable when the model
+        cannot run any more.
         """
         scheduler = self.scheduler
         self.time.refresh()

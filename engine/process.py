@@ -84,13 +84,17 @@ def _meet_front(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], front_pid: 
 
 
 def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> int:
+    """Runs the engine; whatever ends it is told to the front."""
+    try:
+        config = EngineConfig.from_json(configuration)
+        config.check()
+    except BatonError as error:
+        return _report(error, outbox)
     from engine.core import EngineLoop, EngineUnusable, Wakeup
 
     wakeup = Wakeup()
     core: EngineCore | None = None
     try:
-        config = EngineConfig.from_json(configuration)
-        config.check()
         setup_logging(
             config.role,
             config.log_level,  # type: ignore[arg-type]  # checked by the front's settings
@@ -116,6 +120,10 @@ def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[by
         if core is not None:
             core.agent.close(AGENT_CLOSE_S)
         wakeup.close()
+    return _report(failure, outbox)
+
+
+def _report(failure: BatonError, outbox: zmq.Socket[bytes]) -> int:
     _log.error("engine ends: %s", failure)
     outbox.send(msgspec.msgpack.encode(EngineEnvelope(failed=EngineFailed(engine_error(failure)))))
     return 1
@@ -210,4 +218,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    sys.stderr.flush()
+    # Everything is closed. Taking the interpreter, torch and gRPC apart would only delay the front, which waits.
+    os._exit(exit_status)
