@@ -141,7 +141,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     from engine.core import EngineCore
     from engine.loader.errors import ModelLoadError
     from engine.memory import free_memory_bytes, kv_blocks
-    from engine.runner.graph_status import init_status
+    from engine.runner.graph_status import PrefillGraphStatus, init_status
     from engine.runner.model_runner import ModelRunner
     from engine.transfer import agent_identity, agent_settings
 
@@ -181,6 +181,11 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         cuda_graphs=config.enable_cuda_graph and runner.device.type == "cuda",
         backend_captures=False,
     )
+    if config.enable_prefill_cuda_graph and graph_status is not PrefillGraphStatus.CAPTURED:
+        _log.warning(
+            "--enable-prefill-cuda-graph has no effect here: it needs CUDA graphs and a backend that can be captured",
+            extra={"reason": graph_status.value},
+        )
     engine_id = secrets.token_hex(16)
     identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
     pool = TorchKvPool(identity.groups, runner.kv_layers)

@@ -104,6 +104,8 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         allow_local_prefill=allow_local_prefill,
+        enable_cuda_graph=not settings.enforce_eager,
+        enable_prefill_cuda_graph=settings.enable_prefill_cuda_graph,
         host=settings.host,
         cache_store_port=settings.cache_store_port,
         kv_lease_seconds=settings.kv_lease_seconds,

@@ -336,3 +336,23 @@ def test_stats_when_requests_are_open_then_they_count_them():
         codes = {engine.last(key).error.code for key in "ab"}
         assert codes == {int(ErrorCode.SERVER_DRAINING)}
         assert isinstance(BatonError(ErrorCode.SERVER_DRAINING), BatonError)
+
+
+def test_graph_status_when_the_feature_is_on_without_graphs_then_every_answer_says_that_it_is_disabled():
+    with pair(prefill={"enable_prefill_cuda_graph": True}) as (p, d):
+        assert p.ready.prefill_cuda_graph_init == "feature_disabled"
+        assert d.ready.prefill_cuda_graph_init == "not_requested"
+        serve(p, d, "a#0.00000000", PROMPT, max_tokens=3)
+        d.add("b#0.00000000", PROMPT)
+        d.run()
+        statuses = {
+            (engine.config.role, key): [o.prefill.cuda_graph_status for o in engine.outputs[key] if o.prefill]
+            for engine, key in ((p, "a#0.00000000"), (d, "a#0.00000000"), (d, "b#0.00000000"))
+        }
+        assert statuses == {
+            ("prefill", "a#0.00000000"): ["feature_disabled"],
+            ("decode", "a#0.00000000"): ["feature_disabled"],
+            ("decode", "b#0.00000000"): ["not_requested"],
+        }
+        counted = [o for o in p.observations if o.name == "baton_prefill_cuda_graph_requests_total"]
+        assert [(o.labels["status"], o.value) for o in counted] == [("feature_disabled", 1)]
