@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from engine.messages import SamplingParams
 from engine.sampling.row import SamplingRow
 from engine.sampling.sampler import sample
+from tests.unit.engine.tiny_models import VOCAB_SIZE
 
 # Two float32 implementations of one model differ by about 1e-6 in these logits. Where the best two are closer than
 # this, the greedy token says nothing about right or wrong.
@@ -70,15 +72,27 @@ class Reference:
     def sampled(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The tokens that sampling with `params` draws from the reference's logits, of a request that is alone."""
         output: list[int] = []
-        cache = transformers.DynamicCache(config=self.model.config)
-        fresh = list(prompt)
         with torch.inference_mode():
             for index in range(params.max_tokens):
-                logits = self.model(input_ids=torch.tensor([fresh]), past_key_values=cache).logits[0, -1:].float()
+                ids = torch.tensor([[*prompt, *output]])
+                logits = self.model(input_ids=ids, logits_to_keep=1).logits[0].float()
                 row = SamplingRow(params, index, prompt, output, ())
-                fresh = [sample(logits, [row])[0].token_id]
-                output += fresh
+                output.append(sample(logits, [row])[0].token_id)
         return output
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    """Token ids of the tiny models, none of them special."""
+    return random.Random(1000 * salt + length).choices(range(2, VOCAB_SIZE), k=length)
+
+
+def clear_prompt(model: Reference, length: int, max_tokens: int) -> list[int]:
+    """A prompt of `length` tokens, no choice on whose greedy way is a near tie."""
+    for salt in range(20):
+        prompt = prompt_of(length, salt)
+        if model.margin(prompt, model.greedy(prompt, max_tokens)) > MIN_MARGIN:
+            return prompt
+    raise AssertionError(f"every prompt of {length} tokens has a near tie on its way")
 
 
 @functools.lru_cache(maxsize=2)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.reference import MIN_MARGIN, Reference, reference
+from tests.conformance.reference import MIN_MARGIN, Reference, prompt_of, reference
 from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
-from tests.unit.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, tiny_model
+from tests.unit.engine.tiny_models import TINY_MODELS, tiny_model
 
 BLOCK = 16
 CHUNK = 32  # tokens of a step on either server, so that longer prompts are computed in several chunks
@@ -23,10 +23,6 @@ FEW_TOKENS = 8
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 47, 5 * BLOCK, 3 * CHUNK + 22)
 FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
          "--num-kv-blocks", "256")  # fmt: skip
-
-
-def prompt_of(length: int, salt: int = 0) -> list[int]:
-    return [(7 * i * i + 13 * i + 31 * salt + i * salt) % (VOCAB_SIZE - 2) + 2 for i in range(length)]
 
 
 @dataclass
@@ -58,7 +54,7 @@ def clear_prompts(model: Reference) -> tuple[list[list[int]], list[list[int]]]:
 
     They come out of one padded batch of `generate`; each is then checked in a row of its own.
     """
-    prompts = [prompt_of(length, salt=length) for length in LENGTHS]
+    prompts = [prompt_of(length) for length in LENGTHS]
     for attempt in range(1, 20):
         answers = model.greedy_batch(prompts, TOKENS)
         tied = [i for i, prompt in enumerate(prompts) if model.margin(prompt, answers[i]) < MIN_MARGIN]
@@ -67,7 +63,7 @@ def clear_prompts(model: Reference) -> tuple[list[list[int]], list[list[int]]]:
                 assert model.forced(prompt, answer).argmax(dim=-1).tolist() == answer
             return prompts, answers
         for i in tied:
-            prompts[i] = prompt_of(LENGTHS[i], salt=100 * attempt + LENGTHS[i])
+            prompts[i] = prompt_of(LENGTHS[i], salt=attempt)
     raise AssertionError("there is a near tie on the way of every answer that was tried")
 
 

@@ -1,0 +1,118 @@
+"""Tokens when servers fail on the way: after a retry, after a failed load, after the answer has moved in its middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine.messages import SamplingParams
+from tests.conformance.reference import clear_prompt, reference
+from tests.conformance.test_right_tokens import BLOCK, CHUNK
+from tests.integration.cluster import Cluster, ServerProcess
+from tests.integration.generation_client import GenerationClient
+from tests.unit.engine.tiny_models import tiny_model
+
+TOKENS = 80
+FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
+         "--num-kv-blocks", "256")  # fmt: skip
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 3},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: list[int]
+    options: dict[str, Any]
+    expected: list[int]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Greedy and sampled requests, by number: the right tokens of each."""
+    model = reference(tiny_model("llama"))
+    found = []
+    for number in range(8):
+        prompt, options = clear_prompt(model, 20 + 13 * number, TOKENS), OPTIONS[number % len(OPTIONS)]
+        answer = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options))
+        if options == {"temperature": 0.0}:
+            assert model.greedy(prompt, TOKENS) == answer
+        found.append(Case(prompt, options, answer))
+    return found
+
+
+def counter(server: ServerProcess, name: str, **labels: str) -> float:
+    return server.metric(name, **labels) or 0.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two pairs. The first servers fail once each, at the answer of a prompt and at a reservation; the second prefill
+    server fails in the middle of sending KV. Decoding is slow, so that there is a middle of an answer."""
+    slow = "engine.step:delay=0.005,kind=decode"
+    with Cluster(0, 0, model=tiny_model("llama"), router=False, prefill_flags=FLAGS, decode_flags=FLAGS) as running:
+        # Its first step takes long, so that the failed reservation is what ends the first attempt.
+        late = "engine.step:delay=1.5,kind=prefill,times=1"
+        running.start_prefill(env={"BATON_FAULTS": f"prefill.answer:raise=EXECUTION_EXCEPTION,times=1;{late}"})
+        running.start_prefill(env={"BATON_FAULTS": "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,nth=5"})
+        running.start_decode(env={"BATON_FAULTS": f"decode.reserved:raise=EXECUTION_EXCEPTION,times=1;{slow}"})
+        running.start_decode(env={"BATON_FAULTS": slow})
+        for server in running.servers:
+            server.wait_ready()
+        running.start_router()
+        running.wait_router_ready()
+        yield running
+        running.assert_clean_ledgers()
+        assert running.errors_without_code() == []
+
+
+def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transformers_after_a_retry(
+    cluster: Cluster, cases: list[Case]
+) -> None:
+    with GenerationClient(cluster.router.grpc) as client:
+        answers = [client.generate(case.prompt, 20, salt="retry", **case.options) for case in cases]
+    for answer, case in zip(answers, cases, strict=True):
+        assert answer.token_ids == case.expected[:20], f"{case.options}, {answer.attempts} attempts"
+        assert answer.path == "pd"
+    assert max(answer.attempts for answer in answers) > 1
+    router, decodes = cluster.router, cluster.decode
+    for role in ("prefill", "decode"):
+        lines = [line for line in router.metrics().splitlines() if line.startswith("baton_retries_total")]
+        assert counter(router, "baton_retries_total", role=role, code="EXECUTION_EXCEPTION") == 1, (role, lines)
+    # The failed load was repeated by the decode server itself, or its prompt computed there.
+    assert sum(counter(decode, "baton_stage_retries_total", stage="load") for decode in decodes) >= 1
+    assert counter(router, "baton_migrations_total", result="ok") == 0
+    cluster.assert_clean_ledgers()
+
+
+def test_tokens_when_the_decode_server_is_killed_in_the_middle_then_those_of_transformers_go_on_elsewhere(
+    cluster: Cluster, cases: list[Case]
+) -> None:
+    victim, other = cluster.decode
+    with GenerationClient(cluster.router.grpc) as client:
+        # Every second one is served by the victim, of disaggregated and of colocated requests alike.
+        opened = [client.open(case.prompt, TOKENS, salt="move", **case.options) for case in cases]
+        doubled = [client.open(case.prompt, TOKENS, salt="double", n=2, **case.options) for case in cases[:2]]
+        for generation in (*opened, *doubled):
+            generation.wait_tokens(5)
+        victim.kill()
+        came = [len(generation.token_ids) for generation in opened]
+        moved = 0
+        for generation, case in zip((*opened, *doubled), (*cases, *cases[:2]), strict=True):
+            answer = generation.answers()[0]
+            assert answer.token_ids == case.expected, f"{case.options}, {answer.attempts} attempts"
+            assert answer.finish_reason == "length"
+            moved += answer.attempts > 1
+    assert max(came) < TOKENS, "no answer was in its middle"
+    assert moved >= 4
+    assert counter(cluster.router, "baton_migrations_total", result="ok") >= 4
+    assert counter(cluster.router, "baton_migrations_total", result="failed") == 0
+    assert not victim.alive
+    assert other.alive
+    cluster.assert_clean_ledgers()
