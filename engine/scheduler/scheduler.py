@@ -34,6 +34,15 @@ from engine.scheduler.news import News, engine_error
 from rpc.errors import BatonError, ErrorCode
 
 
+def for_readers(error: BatonError) -> BatonError:
+    """What a load of the request's KV ends with: a cancelled request is to its readers one that was aborted."""
+    if error.code is not ErrorCode.CANCELLED:
+        return error
+    return BatonError(
+        ErrorCode.REQUEST_TOMBSTONED, "the request was aborted", stage=error.stage, metadata=error.metadata
+    )
+
+
 class Transfer(Protocol):
     """What the scheduler asks of the cache store. Nothing here blocks; answers come as events of the scheduler."""
 
@@ -127,7 +136,7 @@ class Scheduler:
         if request is not None:
             self._fail(request, error)
         elif abort.request_key in self.staged:
-            self.transfer.fail(abort.request_key, error)
+            self.transfer.fail(abort.request_key, for_readers(error))
         elif abort.request_key not in self.leaving:
             self.transfer.tombstone(abort.request_key)
 
@@ -465,7 +474,7 @@ class Scheduler:
             if request.compute_here:
                 self.batcher.waiting.remove(request)
                 if request.mode is RunMode.PREFILL:
-                    self.transfer.fail(key, error)
+                    self.transfer.fail(key, for_readers(error))
             else:
                 self.batcher.reserving.remove(request)
                 self._note_retries(request)
@@ -488,7 +497,7 @@ class Scheduler:
         elif state is RequestState.RUNNING:
             self.batcher.running.remove(request)
             if request.mode is RunMode.PREFILL and not request.lease_over:
-                self.transfer.fail(key, error)
+                self.transfer.fail(key, for_readers(error))
                 self._stage(request, self.leaving)
                 after = RequestState.LEAVING
             else:

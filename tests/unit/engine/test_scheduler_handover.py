@@ -502,6 +502,7 @@ def test_abort_when_the_answer_was_given_then_the_staged_kv_ends():
     engine.run()
     engine.abort("p")
     assert engine.transfer.names("p")[-1] == "fail"
+    assert engine.transfer.errors["p"].code is ErrorCode.REQUEST_TOMBSTONED
     assert engine.ledger() == {"free": 12, "staged": 4}
     engine.lease_ended("p", "aborted")
     assert engine.staged_ends == [("p", "aborted")]
