@@ -416,9 +416,12 @@ class Attempt:
                 self._open_decode(other)
                 self._on_redirect(other)
                 return
-        self.blamed.add(leg.worker)
+        if not theirs:
+            self.blamed.add(leg.worker)
+        if cause is not None and prefill is not None:
+            # A load has two ends, and the next attempt had better use two others.
+            self.blamed.add(prefill.worker)
         if theirs and prefill is not None:
-            self.blamed = {prefill.worker}
             if cause is ErrorCode.PEER_RESTARTED:
                 self._context.registry.note_failure(prefill.worker, BatonError(cause))
             else:

@@ -34,7 +34,7 @@ class FailoverSettings:
     max_retries: int = 5
     migration_limit: int = 3
     backoff: Backoff = field(default_factory=Backoff)
-    patience_s: float = 3.0
+    patience_s: float = 2.0
 
 
 class Failover:
@@ -88,8 +88,11 @@ class Failover:
         self._metrics.inc("baton_retries_total", role="decode", code=error.code.name)
         return True
 
-    def after(self, error: BatonError, emitted: int) -> float:
-        """Seconds to wait before the next attempt, or raises what the client gets. `emitted` tokens are out."""
+    def after(self, error: BatonError, emitted: int, *, recovering: bool = False) -> float:
+        """Seconds to wait before the next attempt, or raises what the client gets. `emitted` tokens are out.
+
+        `recovering`: some server may be usable again within moments, so that finding none is not the last word.
+        """
         now = self._clock()
         first = self._first is None
         if self._first is None:
@@ -100,7 +103,7 @@ class Failover:
             message = "the request's deadline has passed; allow it more time"
             raise self._final(BatonError(ErrorCode.GENERATE_TIMEOUT, message))
         if error.code in NO_SERVER:
-            if first:
+            if first and not recovering:
                 raise self._final(error)
             return self._search(error, now)
         self._failed_at = now

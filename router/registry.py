@@ -40,6 +40,8 @@ from rpc.version import PROTOCOL_VERSION
 RECONNECT_FIRST_S = 0.1
 RECONNECT_MAX_S = 1.0
 TICK_S = 0.25
+# A server that was lost more recently than this may only have lost its connection.
+RECENTLY_S = 1.0
 # A status stream is opened anew after this time, so that no call lives without a deadline.
 WATCH_S = 3600.0
 
@@ -208,6 +210,10 @@ class WorkerRegistry:
         except TimeoutError:
             return
 
+    def recovering(self) -> bool:
+        """Whether some server is out only for moments, as far as one can tell: in doubt, or lost just now."""
+        return any(w.doubt or w.lost_s() < RECENTLY_S for w in self._workers.values() if w.state == "unhealthy")
+
     # -- what requests report
 
     def note_failure(self, worker: Worker, error: BatonError) -> None:
@@ -345,6 +351,8 @@ class WorkerRegistry:
 
     def _disconnect(self, worker: Worker, reason: str) -> None:
         was_connected, worker.disconnected = not worker.disconnected, reason
+        if was_connected:
+            worker.lost_at = self._clock()
         self._refresh()
         if was_connected:
             _log.warning("%s server %s is lost: %s", worker.role, worker.address, reason)

@@ -212,7 +212,9 @@ class Run:
             error.stage = error.stage or self._clock.stage
         self._end_attempt(error)
         self._clock.finish_stage()
-        wait_s = min(self._failover.after(error, self._merge.next_index), self._request.deadline.remaining())
+        recovering = self._context.attempts.registry.recovering()
+        wait_s = self._failover.after(error, self._merge.next_index, recovering=recovering)
+        wait_s = min(wait_s, self._request.deadline.remaining())
         _log.info(
             "attempt failed, trying again: %s",
             error,

@@ -3,6 +3,7 @@ breaker."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Worker:
         # Why it is not trusted although it is connected: a call to it failed and no check has passed since.
         self.doubt = ""
         self.last_heard = clock()
+        # When it was last disconnected after having been connected.
+        self.lost_at = -math.inf
         self.removed = False
         self._inflight = 0
         self._status_fresh_s = status_fresh_s
@@ -120,6 +123,10 @@ class Worker:
     def heard(self) -> None:
         """Something came from the server."""
         self.last_heard = self._clock()
+
+    def lost_s(self) -> float:
+        """Seconds since it was lost; infinite when it never was."""
+        return self._clock() - self.lost_at
 
     def silence_s(self) -> float:
         return self._clock() - self.last_heard

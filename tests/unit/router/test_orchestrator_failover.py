@@ -54,7 +54,7 @@ async def test_generate_when_a_decode_server_refuses_then_the_other_one_serves_i
             assert first.seen[0].request_key == second.seen[0].request_key
         else:
             assert result.finish.attempts == 2
-            assert [seen.request_key.split(".")[0][-2:] for seen in prefill.seen] == ["#0", "#1"]
+            assert prefill.seen[-1].request_key.partition(".")[0].endswith("#1")
 
 
 async def test_generate_when_decode_reports_602_then_it_is_treated_as_8211():
@@ -511,4 +511,28 @@ async def test_generate_when_many_requests_run_while_servers_come_and_go_then_ev
             group.create_task(kill())
             for prompt in prompts:
                 group.create_task(one(prompt))
+        await cluster.settled()
+
+
+async def test_generate_when_the_only_server_is_in_doubt_for_moments_then_a_new_request_waits_for_it():
+    async with running_cluster(1, 1) as cluster:
+        worker = cluster.worker(cluster.servers[1])
+        cluster.registry.note_failure(worker, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
+        assert worker.state == "unhealthy"
+        result = await cluster.collect(make_request())
+        assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 1)
+
+
+async def test_generate_when_a_load_fails_then_the_next_attempt_uses_two_other_servers():
+    async with running_cluster(2, 2) as cluster:
+        p1, p2, d1, d2 = cluster.servers
+        p1.at["start"] = Hold()  # no token comes out
+
+        def fail() -> None:
+            raise load_failed(BatonError(ErrorCode.READ_BUFFER_MISMATCH))
+
+        d1.at["start"] = fail
+        result = await cluster.collect(make_request())
+        assert result.tokens == answer(PROMPT, 6)
+        assert [len(s.seen) for s in (p1, p2, d1, d2)] == [1, 1, 1, 1]
         await cluster.settled()
