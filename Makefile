@@ -48,6 +48,7 @@ bench: model
 docs: setup
 	$(BIN)/python -m rpc.errors_doc > docs/error_codes.md
 	$(BIN)/python -m rpc.metrics_doc > docs/metrics.md
+	$(BIN)/python -m cli.flags_doc > docs/flags.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache results *.egg-info

@@ -27,22 +27,18 @@ failing HTTP request carries `{"error":{"message","type","param","code","baton_c
 RULES = """
 Rules
 
-* The first cause wins: clean-up never overwrites an error that a request already has; what wraps it adds
-metadata. * A decode server's MALLOC_FAILED becomes DECODE_MALLOC_FAILED when it leaves the server; a prefill
-server's own stays. * Details count only with the domain `baton` and a code other than 0. An unknown number
-becomes UNKNOWN_ERROR and is
+* The first cause wins: clean-up never overwrites an error that a request already has; what wraps it adds metadata.
+* A decode server's MALLOC_FAILED becomes DECODE_MALLOC_FAILED when it leaves the server; a prefill server's own stays.
+* Details count only with the domain `baton` and a code other than 0. An unknown number becomes UNKNOWN_ERROR and is
   kept in the metadata as `remote_code`; an empty message becomes the code's name.
-* A failure without a code cannot be built. From a peer it becomes CACHE_STORE_LOAD_UNKNOWN_ERROR and is
-logged and
+* A failure without a code cannot be built. From a peer it becomes CACHE_STORE_LOAD_UNKNOWN_ERROR and is logged and
   counted (`baton_contract_breaches_total`) as a breach of the contract.
-* Without details, the gRPC status decides: RESOURCE_EXHAUSTED is DECODE_MALLOC_FAILED from a decode server
-and
-  MALLOC_FAILED from a prefill server; DEADLINE_EXCEEDED is GENERATE_TIMEOUT when the request's own deadline
-  has passed, else DEADLINE_EXCEEDED; CANCELLED is CANCELLED; UNAVAILABLE is CONNECT_FAILED when there was no
-  connection, else CONNECTION_RESET_BY_PEER; anything else REMOTE_LOAD_KV_CACHE_FAILED before the KV cache was
-  loaded and REMOTE_GENERATE_FAILED after. From a cache store: CACHE_STORE_PUSH_ITEM_FAILED,
-  CACHE_STORE_CALL_PREFILL_TIMEOUT, CACHE_STORE_LOAD_CONNECT_FAILED and CACHE_STORE_LOAD_UNKNOWN_ERROR in
-  their place.
+* Without details, the gRPC status decides: RESOURCE_EXHAUSTED is DECODE_MALLOC_FAILED from a decode server and
+  MALLOC_FAILED from a prefill server; DEADLINE_EXCEEDED is GENERATE_TIMEOUT when the request's own deadline has
+  passed, else DEADLINE_EXCEEDED; CANCELLED is CANCELLED; UNAVAILABLE is CONNECT_FAILED when there was no connection,
+  else CONNECTION_RESET_BY_PEER; anything else REMOTE_LOAD_KV_CACHE_FAILED before the KV cache was loaded and
+  REMOTE_GENERATE_FAILED after. From a cache store: CACHE_STORE_PUSH_ITEM_FAILED, CACHE_STORE_CALL_PREFILL_TIMEOUT,
+  CACHE_STORE_LOAD_CONNECT_FAILED and CACHE_STORE_LOAD_UNKNOWN_ERROR in their place.
 * Messages are one sentence for the client; addresses, bytes and foreign text are in metadata and logs only.
 """
 

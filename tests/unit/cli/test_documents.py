@@ -1,0 +1,72 @@
+"""The pages about flags and operation name what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cli import flags_doc
+from cli.up import parser as up_parser
+from rpc.errors import ErrorCode
+from rpc.metrics import FAMILIES
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+README = DOCS.parent / "README.md"
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def known_flags() -> set[str]:
+    options = [option for model in flags_doc.ROLES.values() for option in model.options()]
+    return {name for option in options for name in (option.flag, *option.spec.aliases)}
+
+
+def test_flags_page_is_what_its_generator_writes() -> None:
+    text = (DOCS / "flags.md").read_text(encoding="utf-8")
+    assert text == flags_doc.render(), "run: python -m cli.flags_doc > docs/flags.md"
+
+
+def test_flags_when_a_setting_is_new_then_it_must_be_put_into_a_group() -> None:
+    assert flags_doc.ungrouped() == set()
+
+
+def test_flags_page_has_each_setting_once() -> None:
+    text = flags_doc.render()
+    for model in flags_doc.ROLES.values():
+        for option in model.options():
+            assert text.count(f"\n| `{option.flag}`") == 1, option.flag
+
+
+def test_operations_page_names_only_flags_that_exist() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8") + README.read_text(encoding="utf-8")
+    own = {flag for action in up_parser()._actions for flag in action.option_strings}
+    # Of `baton status`, `baton bench serve` and `--config`, which is no setting.
+    others = {
+        "--watch",
+        "--json",
+        "--goodput",
+        "--request-rate",
+        "--max-concurrency",
+        "--dataset-name",
+        "--num-prompts",
+    }
+    unknown = set(FLAG.findall(text)) - known_flags() - own - others - {"--help", "--config"}
+    assert unknown == set()
+
+
+def test_operations_page_names_only_metrics_that_exist() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(baton_[a-z0-9_]+)", text)) <= set(FAMILIES)
+
+
+def test_operations_page_names_codes_with_their_numbers() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([A-Z][A-Z_]+)` (\d+)", text)
+    assert len(named) > 20
+    for name, number in named:
+        assert int(ErrorCode[name]) == int(number), name
+
+
+def test_pages_that_are_linked_exist() -> None:
+    for page in (*DOCS.glob("*.md"), README):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).is_file() or target.endswith("benchmarks.md"), f"{page.name}: {target}"
