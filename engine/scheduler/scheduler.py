@@ -324,6 +324,7 @@ class Scheduler:
         self.kv.commit(allocation, request.tokens, request.computed)
         request.clock.next_stage()  # wait_to_run
         request.generating = True
+        request.graph_status = answer.info.cuda_graph_status  # the prefill server's, which stays
         request.state = RequestState.READY
         self.batcher.ready.add(request)
         self._limit_wait(request)

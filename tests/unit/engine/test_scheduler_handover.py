@@ -189,6 +189,8 @@ def test_preemption_when_a_loaded_request_loses_its_blocks_then_it_is_computed_h
     assert engine.tokens("a") == continuation(PROMPT, 20)
     assert engine.tokens("b") == continuation(PROMPT[::-1], 20)
     assert engine.last("b").preemptions >= 1
+    # The status is the prefill server's, and the request was counted there.
+    assert "prefill_cuda_graph_requests_total" not in engine.counts
     engine.assert_clean()
 
 
