@@ -63,6 +63,8 @@ class Admission:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.leave()
             turn.cancel()
+            self._waiting = [waiting for waiting in self._waiting if waiting[2] is not turn]
+            heapq.heapify(self._waiting)
             self._on_depth(self.depth)
             if isinstance(error, TimeoutError):
                 message = f"no turn within {self._timeout_s:g} s; try again later"

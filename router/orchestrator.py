@@ -93,8 +93,8 @@ class Orchestrator:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
         error = BatonError(ErrorCode.SERVER_DRAINING, "the router is shutting down; ask another one")
-        for attempt in list(self._attempts):
-            attempt.fail(error)
+        self._open_requests.refuse_new(error)
+        self._open_requests.stop_all(error)
         await self._tasks.close(CLOSE_S)
 
     # -- what surfaces ask
