@@ -349,7 +349,16 @@ class EngineClient:
             except zmq.Again:
                 return
             self.heard_at = time.monotonic()
-            self._take(self._decoder.decode(frame))
+            try:
+                envelope = self._decoder.decode(frame)
+            except msgspec.MsgspecError as error:
+                # Nobody can say which request it was about, so none may wait for what it said.
+                message = "the engine's message cannot be read; front and engine must be of one version"
+                self.death = self.death or BatonError(ErrorCode.ENGINE_DEAD, message, metadata={"cause": str(error)})
+                if self._process is not None and self._process.returncode is None:
+                    self._process.kill()
+                return
+            self._take(envelope)
 
     def _take(self, envelope: EngineEnvelope) -> None:
         if envelope.step is not None:

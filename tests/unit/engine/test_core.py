@@ -1,9 +1,13 @@
 """The engine with a real model: the same tokens whatever shares the batch, the cache, the memory or the machine."""
 
+import time
+
+import msgspec
 import pytest
 
 from engine.core import EngineUnusable
-from engine.messages import FinishReason, FrontMessage, RunMode
+from engine.messages import EngineEnvelope, FinishReason, FrontMessage, RunMode
+from engine.runner.batch import RowResult, StepResult
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
@@ -356,3 +360,29 @@ def test_graph_status_when_the_feature_is_on_without_graphs_then_every_answer_sa
         }
         counted = [o for o in p.observations if o.name == "baton_prefill_cuda_graph_requests_total"]
         assert [(o.labels["status"], o.value) for o in counted] == [("feature_disabled", 1)]
+
+
+@pytest.mark.parametrize(("requests", "limit_s"), [(1, 0.5e-3), (8, 1e-3)])
+def test_overhead_when_requests_decode_then_a_step_costs_the_host_little(requests, limit_s):
+    """Processor time of this thread beside the model: scheduling, booking, the message and its encoding."""
+    with RealEngine(num_kv_blocks=400, max_model_len=0) as engine:
+        core = engine.core
+        runner = core.runner
+
+        class Instant:
+            groups = runner.groups
+
+            def execute(self, batch, on_layer=None):
+                return StepResult([RowResult(5) for _ in batch.rows], 0.0, 0.0)
+
+        for index in range(requests):
+            engine.add(f"r{index}", PROMPT[index:], max_tokens=300)
+        engine.step()
+        core.runner = Instant()
+        encoder = msgspec.msgpack.Encoder()
+        began = time.thread_time()
+        for _ in range(200):
+            core.step()
+            encoder.encode(EngineEnvelope(step=core.take_message()))
+        spent = (time.thread_time() - began) / 200
+        assert spent < limit_s

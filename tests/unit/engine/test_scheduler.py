@@ -66,6 +66,16 @@ def test_chunked_prefill_when_it_is_off_then_prompts_are_computed_whole():
         assert engine.tokens(str(index)) == continuation([index + 1] * 40, 3)
 
 
+def test_chunked_prefill_when_it_is_off_then_a_prompt_of_the_whole_budget_runs_beside_decoding_requests():
+    engine = ScriptedEngine(chunked_prefill=False, max_num_batched_tokens=40, num_blocks=60)
+    engine.add("a", PROMPT, max_tokens=30)
+    engine.step()
+    engine.add("b", [9] * 40, max_tokens=2)
+    for _ in range(3):
+        engine.step()
+    assert engine.tokens("b") == continuation([9] * 40, 2)
+
+
 def test_seats_when_more_requests_come_than_there_are_then_the_rest_wait():
     engine = ScriptedEngine(max_num_seqs=2, num_blocks=60)
     for index in range(5):
@@ -265,6 +275,9 @@ def test_preemption_when_the_prefix_cache_kept_its_blocks_then_they_are_not_comp
     assert engine.last("b").preemptions >= 1
     assert engine.tokens("b") == continuation(PROMPT[::-1], 20)
     assert computed < 2 * 32
+    # What a request is looked up for, and how often it is admitted, does not depend on preemptions.
+    assert engine.counts["prefix_cache_queried_tokens_total"] == 26
+    assert [event.name for event in engine.last("b").events] == ["admitted", "computed"]
 
 
 # -- prefix cache -----------------------------------------------------------------------------------------------
