@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import common_pb2, prefill_pb2, worker_pb2
-from tests.integration.cluster import ROOT, Cluster, wait_for
+from tests.integration.cluster import ROOT, Cluster, ServerProcess, wait_for
 from tests.integration.wire_client import TIMEOUT_S, Pair, generate_input, key_of, statuses
 from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -260,3 +260,18 @@ def test_front_packages_when_imported_then_neither_torch_nor_transformers_comes_
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_access_log_when_requests_end_then_each_has_one_line_without_content(cluster: Cluster, pair: Pair) -> None:
+    pair.generate(generate_input("logged", prompt_of(20), model=MODEL))
+    for server in cluster.servers:
+        server.finished("logged")
+
+        def lines(server: ServerProcess = server) -> list[dict[str, object]]:
+            return [line for line in server.log_lines() if line.get("request_id") == "logged"]
+
+        found = wait_for("the access line", lines, 5.0)
+        assert len(found) == 1
+        assert (found[0]["code"], found[0]["attempt"], found[0]["prompt_tokens"]) == ("NONE_ERROR", 0, 20)
+        assert found[0]["stages"]
+        assert not {"prompt", "output", "prompt_token_ids"} & set(found[0])

@@ -16,15 +16,17 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import prefill_pb2, worker_pb2, worker_pb2_grpc
+from protos import common_pb2, decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from rpc.errors import ErrorCode
 from tests.integration.cluster import ROOT, SERVER_FLAGS, Cluster, ServerProcess, process_exists, wait_for
 from tests.integration.test_servers_handoff import MODEL, prompt_of
-from tests.integration.wire_client import TIMEOUT_S, Client, Pair, generate_input, statuses, typed
+from tests.integration.wire_client import TIMEOUT_S, Client, EventReader, Pair, generate_input, statuses, typed
 from tests.unit.engine.tiny_models import tiny_model
 
 NAME = ["--served-model-name", MODEL]
+# A prompt of 500 tokens takes 16 steps of at least 0.3 s.
 SLOW = {"BATON_FAULTS": "engine.layer:delay=0.1"}
+CHUNKS = [*NAME, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"]
 LIMIT_S = 5.0
 # What a busy machine may add before this process hears of an end.
 SCHEDULING_S = 0.5
@@ -52,9 +54,18 @@ def engine_folders() -> set[str]:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster(1, 1, model=tiny_model("llama"), router=False, prefill_flags=NAME, decode_flags=NAME) as running:
-        yield running
+def decode() -> Iterator[ServerProcess]:
+    """A decode server alone."""
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as running:
+        yield running.decode[0]
+
+
+def local_stream(client: Client, request: common_pb2.GenerateInput) -> EventReader:
+    """A colocated request whose tokens have begun to come."""
+    message = decode_pb2.DecodeRequest(input=request, local_prefill=decode_pb2.LocalPrefill())
+    reader = EventReader(client.decode.Decode(message, timeout=TIMEOUT_S))
+    reader.wait_for("tokens")
+    return reader
 
 
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
@@ -143,28 +154,24 @@ def test_start_when_the_weights_are_broken_then_one_line_names_the_cause(tmp_pat
     assert weights.name in lines[0]
 
 
-def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(cluster: Cluster) -> None:
+def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(decode: ServerProcess) -> None:
     folders = engine_folders()
-    for server in cluster.servers:
-        engine = server.engine_pid
-        assert server.terminate() == 0
-        wait_for("end of the engine", lambda pid=engine: not process_exists(pid), LIMIT_S)
+    engine = decode.engine_pid
+    assert decode.terminate() == 0
+    wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
     assert engine_folders() <= folders
 
 
-def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(cluster: Cluster) -> None:
-    decode = cluster.decode[0]
-    with Pair(cluster.prefill[0], decode, MODEL) as pair:
-        watch = statuses(pair.d, 30.0)
+def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(decode: ServerProcess) -> None:
+    with Client(decode, MODEL) as client:
+        watch = statuses(client, 30.0)
         assert next(watch).state == worker_pb2.WORKER_STATE_READY
         request = generate_input("stream", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
-        reader = pair.open_decode(request)
-        pair.open_prefill(request)
-        reader.wait_for("tokens")
+        reader = local_stream(client, request)
         decode.signal(signal.SIGTERM)
         assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING  # pushed, not polled
         with pytest.raises(grpc.RpcError) as caught:
-            pair.d.local(generate_input("late", prompt_of(5), model=MODEL))
+            client.local(generate_input("late", prompt_of(5), model=MODEL))
         error = typed(caught.value)
         assert error.code is ErrorCode.SERVER_DRAINING
         assert error.retry_after_s is not None
@@ -191,35 +198,36 @@ def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are
             assert decode.wait() == 0
 
 
-def test_drain_when_asked_for_by_rpc_then_requests_are_refused_and_the_process_stays_until_its_signal() -> None:
-    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as cluster:
-        decode = cluster.decode[0]
-        with Client(decode, MODEL) as client:
-            watch = statuses(client, 30.0)
-            next(watch)
-            assert client.worker.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S).HasField("remaining")
-            assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING
-            assert client.worker.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S).remaining == 0  # idempotent
-            with pytest.raises(grpc.RpcError) as caught:
-                client.local(generate_input("late", prompt_of(5), model=MODEL))
-            assert typed(caught.value).code is ErrorCode.SERVER_DRAINING
-            assert health_of(client.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert decode.metric("baton_drain_state") == 2
-            assert decode.alive
-        assert decode.terminate() == 0
+def test_drain_when_asked_for_by_rpc_then_requests_are_refused_and_the_process_stays_until_its_signal(
+    decode: ServerProcess,
+) -> None:
+    with Client(decode, MODEL) as client:
+        watch = statuses(client, 30.0)
+        next(watch)
+        assert client.worker.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S).HasField("remaining")
+        assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING
+        assert client.worker.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S).remaining == 0  # idempotent
+        with pytest.raises(grpc.RpcError) as caught:
+            client.local(generate_input("late", prompt_of(5), model=MODEL))
+        assert typed(caught.value).code is ErrorCode.SERVER_DRAINING
+        assert health_of(client.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert decode.metric("baton_drain_state") == 2
+        assert decode.alive
+    assert decode.terminate() == 0
 
 
-def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released(cluster: Cluster) -> None:
-    prefill = cluster.prefill[0]
-    with Pair(prefill, cluster.decode[0], MODEL) as pair:
-        request = generate_input("staged", prompt_of(60), model=MODEL, max_tokens=4, ignore_eos=True)
-        source = pair.p.kv_source()
-        pair.open_prefill(request).result(TIMEOUT_S)
-        prefill.signal(signal.SIGTERM)
-        wait_for("not ready", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
-        pair.p.kv_source = lambda: source  # type: ignore[method-assign]
-        assert len(pair.open_decode(request).wait_end().tokens) == 4
-        assert prefill.wait() == 0
+def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released() -> None:
+    with Cluster(1, 1, model=tiny_model("llama"), router=False, prefill_flags=NAME, decode_flags=NAME) as cluster:
+        prefill = cluster.prefill[0]
+        with Pair(prefill, cluster.decode[0], MODEL) as pair:
+            request = generate_input("staged", prompt_of(60), model=MODEL, max_tokens=4, ignore_eos=True)
+            source = pair.p.kv_source()
+            pair.open_prefill(request).result(TIMEOUT_S)
+            prefill.signal(signal.SIGTERM)
+            wait_for("not ready", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
+            pair.p.kv_source = lambda: source  # type: ignore[method-assign]
+            assert len(pair.open_decode(request).wait_end().tokens) == 4
+            assert prefill.wait() == 0
 
 
 def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> None:
@@ -235,7 +243,7 @@ def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> N
 
 
 def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0() -> None:
-    flags = [*NAME, "--drain-timeout-secs", "1"]
+    flags = [*CHUNKS, "--drain-timeout-secs", "1"]
     with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags, prefill_env=SLOW) as cluster:
         prefill = cluster.prefill[0]
         with Pair(prefill, prefill, MODEL) as pair:
@@ -256,7 +264,7 @@ def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_
     second: signal.Signals, status: int
 ) -> None:
     folders = engine_folders()
-    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=NAME, prefill_env=SLOW) as cluster:
+    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=CHUNKS, prefill_env=SLOW) as cluster:
         prefill = cluster.prefill[0]
         engine = prefill.engine_pid
         with Pair(prefill, prefill, MODEL) as pair:
@@ -273,13 +281,10 @@ def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_
     assert engine_folders() <= folders
 
 
-def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(cluster: Cluster) -> None:
-    decode = cluster.decode[0]
-    with Pair(cluster.prefill[0], decode, MODEL) as pair:
+def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(decode: ServerProcess) -> None:
+    with Client(decode, MODEL) as client:
         request = generate_input("victim", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
-        reader = pair.open_decode(request)
-        pair.open_prefill(request)
-        reader.wait_for("tokens")
+        reader = local_stream(client, request)
         began = time.monotonic()
         os.kill(decode.engine_pid, signal.SIGKILL)
         reader.wait_end(LIMIT_S)
@@ -292,34 +297,18 @@ def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_
     assert [line["code"] for line in access] == ["ENGINE_DEAD"]
 
 
-def test_front_when_killed_then_its_engine_goes_too(cluster: Cluster) -> None:
-    for server in cluster.servers:
-        engine = server.engine_pid
-        server.kill()
-        wait_for("end of the engine", lambda pid=engine: not process_exists(pid), LIMIT_S)
+def test_front_when_killed_then_its_engine_goes_too(decode: ServerProcess) -> None:
+    engine = decode.engine_pid
+    decode.kill()
+    wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
 
 
-def test_start_when_the_ports_of_a_stopped_server_are_reused_then_it_is_a_new_engine(cluster: Cluster) -> None:
-    old = cluster.prefill[0]
-    old.terminate()
-    fresh = cluster.restart(old)
-    assert fresh.grpc == old.grpc
-    assert fresh.engine_id != old.engine_id
-    with Pair(fresh, cluster.decode[0], MODEL) as pair:
-        assert len(pair.generate(generate_input("new", prompt_of(20), model=MODEL, ignore_eos=True)).tokens) == 8
-
-
-def test_access_log_when_requests_end_then_each_has_one_line_without_content(cluster: Cluster) -> None:
-    with Pair(cluster.prefill[0], cluster.decode[0], MODEL) as pair:
-        pair.generate(generate_input("logged", prompt_of(20), model=MODEL))
-    for server in cluster.servers:
-        server.finished("logged")
-
-        def lines(server: ServerProcess = server) -> list[dict[str, object]]:
-            return [line for line in server.log_lines() if line.get("request_id") == "logged"]
-
-        found = wait_for("the access line", lines, LIMIT_S)
-        assert len(found) == 1
-        assert (found[0]["code"], found[0]["attempt"], found[0]["prompt_tokens"]) == ("NONE_ERROR", 0, 20)
-        assert found[0]["stages"]
-        assert not {"prompt", "output", "prompt_token_ids"} & set(found[0])
+def test_start_when_the_ports_of_a_stopped_server_are_reused_then_it_is_a_new_engine() -> None:
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as cluster:
+        old = cluster.decode[0]
+        old.terminate()
+        fresh = cluster.restart(old)
+        assert fresh.grpc == old.grpc
+        assert fresh.engine_id != old.engine_id
+        with Client(fresh, MODEL) as client:
+            assert len(client.local(generate_input("new", prompt_of(20), model=MODEL, ignore_eos=True)).tokens) == 8
