@@ -66,7 +66,8 @@ def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeR
 def answer(
     identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest, checksum: str, lease_seconds: float
 ) -> cache_store_pb2.HandshakeResponse:
-    """The response, or INVALID_PARAMS, PEER_RESTARTED, INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED, in this order."""
+    """The response, or ERROR_GENERATE_CONFIG_FORMAT (a field is absent), INVALID_PARAMS, PEER_RESTARTED,
+    INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED, in this order."""
     require(
         request, "", "protocol_version", "engine_id", "expected_engine_id", "tp_size", "rank", "transports", "checksum"
     )

@@ -4,7 +4,8 @@ A piece event is put together from the header and views of the pool with one cop
 KV never passes through a protobuf message object. What is on the wire is an ordinary `LoadEvent` all the same, so
 generated clients read it and any order of its fields is understood (more slowly).
 
-Requests are checked here for presence: an absent field is INVALID_PARAMS naming it, never read as zero.
+Requests are checked here for presence: an absent field is ERROR_GENERATE_CONFIG_FORMAT naming it, never read
+as zero.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def parse(kind: type[_M], data: bytes) -> _M:
 
 
 def absent(field: str) -> BatonError:
-    return BatonError(ErrorCode.INVALID_PARAMS, f"{field} is required", param=field)
+    return BatonError(ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, f"{field} is required", param=field)
 
 
 def out_of_range(field: str, value: object, allowed: str) -> BatonError:
@@ -98,7 +99,8 @@ def out_of_range(field: str, value: object, allowed: str) -> BatonError:
 
 
 def require(message: Message, prefix: str, *fields: str) -> None:
-    """Every field is set (fields with presence) or not empty (the others); else INVALID_PARAMS naming it."""
+    """Every field is set (fields with presence) or not empty (the others); else ERROR_GENERATE_CONFIG_FORMAT naming the
+    first that is not."""
     for name in fields:
         field = message.DESCRIPTOR.fields_by_name[name]
         there = message.HasField(name) if field.has_presence else bool(getattr(message, name))

@@ -37,6 +37,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.transfer import AgentTransfer
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
+from rpc.metric_families import families_of
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
 
@@ -91,6 +92,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time)
         self.stopping = False
         self._seq = 0
+        self._families = families_of(config.role, colocated=True, tensor_parallel=True)
         self._told_at = self.time.now
 
     # -- in -------------------------------------------------------------------------------------------------
@@ -176,8 +178,11 @@ class EngineCore:
                 news.count("baton_prefix_cache_evicted_blocks_total", count, reason=name)
         self.kv.evicted_blocks = self.kv.flushed_blocks = 0
         outputs, staged_ends, observations = news.take()
+        # Anybody may ask the agent of a decode server about leases; it has none, and no figures about them.
         observations += [
-            Observation(item.name, dict(item.labels), item.value) for item in self.agent.take_observations()
+            Observation(item.name, dict(item.labels), item.value)
+            for item in self.agent.take_observations()
+            if item.name in self._families
         ]
         self._seq += 1
         self._told_at = self.time.now

@@ -52,6 +52,12 @@ class RpcCall:
     peer: str
 
 
+# What gRPC's own services end calls with: the health service with NOT_FOUND for a service that it does not know.
+_CODES_OF_OTHERS = {
+    grpc.StatusCode.NOT_FOUND: ErrorCode.PATH_NOT_FOUND,
+    grpc.StatusCode.UNIMPLEMENTED: ErrorCode.METHOD_NOT_ALLOWED,
+}
+
 _call: ContextVar[RpcCall | None] = ContextVar("baton_rpc_call", default=None)
 
 
@@ -235,9 +241,11 @@ class _CallScope:
             return error.code.name
         if isinstance(error, grpc.aio.AbortError):
             # The handler ended the call itself; its details say with which code.
-            metadata = cast(Any, self._context).trailing_metadata() or ()
-            parsed = status.parse_status(status.details_payload(metadata))
-            return (parsed.code if parsed is not None else ErrorCode.UNKNOWN_ERROR).name
+            context = cast(Any, self._context)
+            parsed = status.parse_status(status.details_payload(context.trailing_metadata() or ()))
+            if parsed is not None:
+                return parsed.code.name
+            return _CODES_OF_OTHERS.get(context.code(), ErrorCode.UNKNOWN_ERROR).name
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             return cancel_code(self._context).name
         return ErrorCode.UNKNOWN_ERROR.name

@@ -42,11 +42,11 @@ T = TypeVar("T")
 
 
 def wait_for(what: str, probe: Callable[[], T | None], limit_s: float, poll_s: float = POLL_S) -> T:
-    """The first result of `probe` that is neither None nor False. Raises TimeoutError naming `what`."""
+    """The first true result of `probe`. Raises TimeoutError naming `what`."""
     limit = time.monotonic() + limit_s
     while True:
         found = probe()
-        if found is not None and found is not False:
+        if found:
             return found
         if time.monotonic() >= limit:
             raise TimeoutError(f"{what}: not within {limit_s:g} s")
@@ -146,7 +146,8 @@ class ServerProcess:
         return str(self.ready_line["engine_id"])
 
     def get(self, path: str, timeout_s: float = 5.0) -> httpx.Response:
-        return httpx.get(f"http://{self.http}{path}", timeout=timeout_s)
+        # Without `verify` no store of certificates is read for each call, which takes longer than all the rest.
+        return httpx.get(f"http://{self.http}{path}", timeout=timeout_s, verify=False)
 
     def page(self, path: str) -> Any:
         return self.get(path).raise_for_status().json()

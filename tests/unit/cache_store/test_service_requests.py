@@ -230,7 +230,7 @@ def test_health_and_reflection_describe_the_service(channel: grpc.Channel) -> No
 )
 def test_handshake_without_a_field_is_refused_by_name(stub: pb_grpc.CacheStoreStub, field: str) -> None:
     error = refused(lambda: stub.Handshake(handshake_request(**{field: None}), timeout=STUB_TIMEOUT_S))
-    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, field)
+    assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, field)
     assert field in error.message
 
 
@@ -291,7 +291,7 @@ def test_handshake_that_expects_another_engine_is_restarted_with_both_ids(stub: 
 @pytest.mark.parametrize("field", ["reference", "wanted", "prompt_tokens", "checksum", "chunk_bytes"])
 def test_k13_load_without_a_field_is_refused_by_name(stub: pb_grpc.CacheStoreStub, staged: str, field: str) -> None:
     error = load_refused(stub, load_request(staged, **{field: None}))
-    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, field)
+    assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, field)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_k13_load_without_a_field_of_a_group_is_refused_by_name(
     stub: pb_grpc.CacheStoreStub, staged: str, field: str
 ) -> None:
     error = load_refused(stub, load_request(staged, wanted=[wanted_blocks(**{field: None})]))
-    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, f"wanted[0].{field}")
+    assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, f"wanted[0].{field}")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,9 @@ def test_load_with_a_broken_reference_is_refused_by_name(
     stub: pb_grpc.CacheStoreStub, reference: dict[str, str], param: str
 ) -> None:
     error = load_refused(stub, load_request(KEY, reference=pb.KvReference(**reference)))
-    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, param)
+    complete = reference.keys() >= {"engine_id", "request_key"}
+    code = ErrorCode.INVALID_PARAMS if complete else ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
+    assert (error.code, error.param) == (code, param)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +448,7 @@ def test_control_call_without_a_field_is_refused_by_name(
 ) -> None:
     call = stub.Release if isinstance(request_, pb.ReleaseRequest) else stub.RenewLease
     error = refused(lambda: call(request_, timeout=STUB_TIMEOUT_S))
-    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, param)
+    assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, param)
 
 
 def test_release_complete_before_the_load_is_refused(stub: pb_grpc.CacheStoreStub, staged: str) -> None:
