@@ -37,7 +37,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.transfer import AgentTransfer
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
-from rpc.metric_families import families_of
+from rpc.metric_families import Role, families_of
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
 
@@ -92,7 +92,8 @@ class EngineCore:
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time)
         self.stopping = False
         self._seq = 0
-        self._families = families_of(config.role, colocated=True, tensor_parallel=True)
+        role: Role = "prefill" if config.role == "prefill" else "decode"
+        self._families = families_of(role, colocated=True, tensor_parallel=True)
         self._told_at = self.time.now
 
     # -- in -------------------------------------------------------------------------------------------------
