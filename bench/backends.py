@@ -161,7 +161,9 @@ class _OpenAi(Backend):
         details = usage.get("prompt_tokens_details") or {}
         result.cached_tokens = int(details.get("cached_tokens") or result.cached_tokens)
         result.prompt_tokens = int(usage.get("prompt_tokens", result.prompt_tokens))
-        result.path = (chunk.get("baton") or {}).get("path", result.path)
+        details = chunk.get("baton") or {}
+        result.path = details.get("path", result.path)
+        result.timeline = details.get("timeline") or result.timeline
         return False
 
 
@@ -208,10 +210,12 @@ class BatonGrpc(Backend):
         async for message in call:
             result.chunk(self.now(), len(message.tokens), target.itl_per_token)
             result.text += message.text
+            result.token_ids += [token.token_id for token in message.tokens]
             if message.HasField("usage"):
                 result.cached_tokens = message.usage.cached_tokens
                 result.prompt_tokens = message.usage.prompt_tokens
             result.path = message.baton.path or result.path
+            result.timeline = dict(message.baton.timeline) or result.timeline
             finished = finished or message.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
         if not finished:
             raise RequestFailed("the stream ended without a finish reason")

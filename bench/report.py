@@ -1,248 +1,129 @@
-"""`make bench`: Baton beside transformers on this CPU, and what router and RPC add, in one run.
+"""`make bench`: Baton beside `transformers` on this machine, what router and RPC add, and how fast KV travels.
 
-For each dtype a cluster (router, one prefill server, one decode server) and a transformers process with the same model
-and thread count are alive together; their rounds alternate, the idle side uses no processor time. Printed per case:
-median of each side, the ratio of medians, the lowest and highest ratio of a round, and the target.
-
-What is compared
-* decode: tokens per second while all streams decode, seen by an OpenAI client of the router, first tokens excluded;
-  on the other side the greedy loop, its prefill excluded.
-* prefill: prompt tokens over the time from sending the request to the first token at the client, for a request of one
-  token, which the prefill server runs alone; on the other side one forward pass.
-* overhead of a token at batch 1: time per output token at the client minus the mean engine step of the same requests.
-* overhead of the first token: TTFT at the client minus compute and sampling on the prefill server.
+Prints a page in Markdown. `bench.comparison` says what is measured and how. `--check` ends with status 1 when a target
+is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import json
+import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+from bench.comparison import EQUAL_PROMPTS, EQUAL_TOKENS, Case, Comparison, MeasurementFailed, compare
+from bench.process_starts import StartFailed, start_seconds
+from cli.launch import LaunchError
+from cli.model_prepare import ModelPrepareError, prepare_model
+from rpc.version import revision, version
 
-from bench.backends import OpenAiCompletions, Target
-from bench.datasets import Prompt
-from bench.results import RequestResult
-from cli.launch import Launcher
-from cli.model_prepare import prepare_model
-
-STEPS = 48  # decoded tokens per stream and round
+# At least so many times the tokens per second of transformers: dtype, kind, streams.
 TARGETS = {
-    "bfloat16": {"decode-1": 1.6, "decode-8": 2.5, "prefill-512": 1.2},
-    "float32": {"decode-1": 1.1, "decode-8": 1.3, "prefill-512": 1.0},
+    ("bfloat16", "decode", 1): 1.6,
+    ("bfloat16", "decode", 8): 2.5,
+    ("bfloat16", "prefill", 1): 1.2,
+    ("float32", "decode", 1): 1.1,
+    ("float32", "decode", 8): 1.3,
+    ("float32", "prefill", 1): 1.0,
 }
-TOKEN_OVERHEAD_MS, FIRST_TOKEN_OVERHEAD_MS = 3.0, 5.0
+TOKEN_ADDED_MS, FIRST_ADDED_MS = 3.0, 5.0
 START_S, RESIDENT_MB = 2.0, 150.0
+TRANSFER_TOKENS, TRANSFER_GB_S = 2000, 0.5
+STARTS = 3
+ENGINELESS = ("router", "prefill_server", "decode_server")
 
 
-@dataclass
-class Case:
-    """One comparison: tokens per second of both sides, a figure per round."""
+class Page:
+    """The printed page, and whether a target was missed."""
 
-    name: str
-    context: int
-    target: float | None
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.missed: list[str] = []
 
-    def row(self) -> str:
-        ratios = [a / b for a, b in zip(self.ours, self.theirs, strict=True)]
-        ratio = statistics.median(self.ours) / statistics.median(self.theirs)
-        target = "" if self.target is None else f"{self.target:.1f} {'met' if ratio >= self.target else 'MISSED'}"
-        return (
-            f"| {self.name}, context {self.context} | {statistics.median(self.ours):.1f} "
-            f"| {statistics.median(self.theirs):.1f} | {ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}) | {target} |"
-        )
+    def line(self, text: str = "") -> None:
+        print(text, flush=True)
 
+    def verdict(self, what: str, met: bool) -> str:
+        if not met:
+            self.missed.append(what)
+        return "met" if met else "**missed**"
 
-class Baseline:
-    """The transformers process."""
-
-    def __init__(self, model: str, dtype: str, threads: int) -> None:
-        self._child = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "bench.transformers_baseline"),
-                *("--model", model, "--dtype", dtype, "--threads", str(threads)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._answer()
-
-    def _answer(self) -> dict[str, float]:
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the transformers process ended with status {self._child.wait()}")
-        return dict(json.loads(line))
-
-    def tokens_per_second(self, **request: Any) -> float:
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(request) + "\n")
-        self._child.stdin.flush()
-        answer = self._answer()
-        return answer["tokens"] / answer["seconds"]
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait(timeout=30)
+    def limit(self, what: str, values: Sequence[float], unit: str, limit: float) -> None:
+        """A line about figures whose median must not be above `limit`."""
+        middle = statistics.median(values)
+        spread = f"{min(values):.2f}–{max(values):.2f}"
+        verdict = self.verdict(what, middle <= limit)
+        self.line(f"* {what}: {middle:.2f} {unit} ({spread}), at most {limit:g} {unit}: {verdict}")
 
 
-def random_prompt(tokens: int, output: int, seed: int) -> Prompt:
-    rng = random.Random(seed)
-    return Prompt([rng.randrange(1000, 40000) for _ in range(tokens)], "", output)
+def case_row(page: Page, dtype: str, case: Case) -> str:
+    name = f"{case.kind}, {case.streams} stream{'s' * (case.streams > 1)}, context {case.context}"
+    if case.kind == "prefill":
+        name = f"prefill of {case.context} tokens"
+    target = TARGETS[dtype, case.kind, case.streams]
+    verdict = page.verdict(f"{dtype} {name}", case.ratio >= target)
+    ours, theirs = statistics.median(case.ours), statistics.median(case.theirs)
+    spread = f"{min(case.ratios):.2f}–{max(case.ratios):.2f}"
+    return f"| {name} | {ours:.1f} | {theirs:.1f} | {case.ratio:.2f} ({spread}) | {target:g} | {verdict} |"
 
 
-async def send_all(base_url: str, model: str, prompts: list[Prompt]) -> list[RequestResult]:
-    """Sends all prompts at once. Raises RuntimeError on the first failed one."""
-    backend = OpenAiCompletions(Target(base_url, "/v1/completions", model))
-    try:
-        results = await asyncio.gather(*(backend.send(prompt) for prompt in prompts))
-    finally:
-        await backend.close()
-    for result in results:
-        if result.error:
-            raise RuntimeError(f"a request failed: {result.error}")
-    return results
-
-
-def decode_rate(results: list[RequestResult]) -> float:
-    """Tokens per second between the last stream's first token and the first stream's end."""
-    start = max(r.first_token_at or 0.0 for r in results)
-    end = min(r.last_token_at or 0.0 for r in results)
-    tokens = sum(start < t <= end for r in results for t in r.token_times)
-    return tokens / (end - start)
-
-
-def metric(address: str, name: str, **labels: str) -> float:
-    """Sum of the samples called `name` whose labels include `labels`, read from a live /metrics."""
-    total = 0.0
-    for line in httpx.get(f"http://{address}/metrics").text.splitlines():
-        head, _, value = line.rpartition(" ")
-        if head.split("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
-            total += float(value)
-    return total
-
-
-def step_seconds(decode_http: str) -> tuple[float, float]:
-    family = "baton_engine_step_seconds"
-    return metric(decode_http, family + "_sum", kind="decode"), metric(decode_http, family + "_count", kind="decode")
-
-
-def first_token_overhead_ms(base_url: str, model: str, prompt: Prompt) -> float:
-    """TTFT of one streamed request minus compute and sampling on the prefill server, in milliseconds."""
-    body = {"model": model, "prompt": prompt.token_ids, "max_tokens": prompt.output_tokens, "ignore_eos": True}
-    body |= {"stream": True, "temperature": 0}
-    ttft = 0.0
-    timeline: dict[str, float] = {}
-    start = time.monotonic()
-    with httpx.stream("POST", base_url + "/v1/completions", json=body, timeout=60.0) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                ttft = ttft or time.monotonic() - start
-                timeline = json.loads(line[6:]).get("baton", {}).get("timeline") or timeline
-    computed = timeline["prefill.compute"] + timeline["prefill.sample"]
-    return (ttft - computed) * 1e3
-
-
-def resident_mb(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"no VmRSS for process {pid}")
-
-
-def measure(dtype: str, model_folder: str, threads: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """All cases of one dtype. Raises RuntimeError when a request fails or gives another number of tokens."""
-    launcher = Launcher(
-        model=model_folder,
-        port=0,
-        grpc_port=0,
-        server_flags=["--dtype", dtype, "--no-enable-prefix-caching", "--threads", str(threads)],
-        say=lambda _: None,
+def show_comparison(page: Page, found: Comparison) -> None:
+    page.line(f"\n## {found.dtype}\n")
+    page.line("| tokens per second | Baton | transformers | ratio (rounds) | at least | |\n|---|---|---|---|---|---|")
+    for case in found.cases:
+        page.line(case_row(page, found.dtype, case))
+    seconds = statistics.median(found.read_seconds)
+    page.line(
+        f"\n* Floor: a step reads the weights ({found.weight_bytes / 1e6:.0f} MB) once, which takes "
+        f"{seconds * 1e3:.1f} ms here ({found.weight_bytes / seconds / 1e9:.1f} GB/s), so one stream cannot exceed {1 / seconds:.0f} tokens/s."
     )
-    baseline = Baseline(model_folder, dtype, threads)
-    overheads: dict[str, list[float]] = {"token": [], "first": []}
-    try:
-        launcher.start()
-        base_url = f"http://{launcher.router.ready['http']}"
-        decode_http = launcher.servers[1].ready["http"]
-        deadline = time.monotonic() + 60
-        while httpx.get(base_url + "/health").status_code != 200:
-            if time.monotonic() > deadline:
-                raise RuntimeError("the router did not become ready within 60 s")
-            time.sleep(0.05)
-        model = httpx.get(base_url + "/v1/models").json()["data"][0]["id"]
-        targets = TARGETS[dtype]
-        cases = {
-            (kind, size, context): Case(f"{kind} {size}", context, targets.get(f"{kind}-{size}"))
-            for kind, size, context in (
-                ("decode", 1, 64),
-                ("decode", 1, 512),
-                ("decode", 8, 64),
-                ("decode", 8, 512),
-                ("prefill", 512, 0),
-            )
-        }
-        for number in range(rounds + 1):  # round 0 warms up and is not kept
-            for (kind, size, context), case in cases.items():
-                seed = 1000 * number + size + context
-                if kind == "decode":
-                    before = step_seconds(decode_http)
-                    prompts = [random_prompt(context, STEPS, seed * 100 + i) for i in range(size)]
-                    results = asyncio.run(send_all(base_url, model, prompts))
-                    ours = decode_rate(results)
-                    after = step_seconds(decode_http)
-                    theirs = baseline.tokens_per_second(op=kind, batch=size, context=context, steps=STEPS, seed=seed)
-                    if size == 1 and number:
-                        step = (after[0] - before[0]) / (after[1] - before[1])
-                        overheads["token"].append((results[0].tpot_s - step) * 1e3)
-                        overheads["first"].append(
-                            first_token_overhead_ms(base_url, model, random_prompt(context, 4, seed + 7))
-                        )
-                else:
-                    [result] = asyncio.run(send_all(base_url, model, [random_prompt(size, 1, seed)]))
-                    ours = size / result.ttft_s
-                    theirs = baseline.tokens_per_second(op=kind, tokens=size, seed=seed)
-                if number:
-                    case.ours.append(ours)
-                    case.theirs.append(theirs)
-            say(f"  {dtype} round {number} of {rounds}")
-        processes = {p.name: resident_mb(p.ready["pid"]) for p in launcher.processes}
-    finally:
-        baseline.close()
-        launcher.stop()
-    return {"cases": list(cases.values()), "overheads": overheads, "resident_mb": processes}
+    page.limit("router and RPC add to a token, 1 stream", found.token_added_ms, "ms", TOKEN_ADDED_MS)
+    page.limit("router and RPC add to the first token", found.first_added_ms, "ms", FIRST_ADDED_MS)
+    resident = ", ".join(f"{name} {size:.0f} MB" for name, size in found.resident_mb.items())
+    verdict = page.verdict("resident memory", max(found.resident_mb.values()) <= RESIDENT_MB)
+    page.line(f"* resident after the run (engines not counted): {resident}, at most {RESIDENT_MB:g} MB: {verdict}")
+    equal = f"{found.equal_prompts} of {EQUAL_PROMPTS}"
+    must = found.dtype == "float32"  # in bfloat16 the order of additions already decides near ties
+    verdict = page.verdict("equal tokens", found.equal_prompts == EQUAL_PROMPTS) if must else "for information"
+    page.line(f"* greedy answers of {EQUAL_TOKENS} tokens equal to those of transformers: {equal}: {verdict}")
 
 
-def start_seconds(model_folder: str) -> float:
-    """Time from starting a router process to its ready line."""
-    command = [sys.executable, "-m", "router", "--model", model_folder, "--port", "0", "--grpc-port", "0"]
-    command += ["--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2"]
-    start = time.monotonic()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        assert child.stdout is not None
-        child.stdout.readline()
-        return time.monotonic() - start
-    finally:
-        child.kill()
-        child.wait()
+def show_transfer(page: Page, rounds: int) -> None:
+    """KV of one prompt between two processes through real cache-store agents, every piece with a checksum."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "transfer.json"
+        command = [sys.executable, "-m", "bench.kv_transfer", "--tokens", str(TRANSFER_TOKENS)]
+        command += ["--repeat", str(rounds), "--json", str(file)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode != 0:
+            raise MeasurementFailed(f"bench.kv_transfer ended with status {ended.returncode}: {ended.stderr[-300:]}")
+        rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
+    page.line(f"\n## KV transfer of {TRANSFER_TOKENS} tokens over loopback gRPC\n")
+    for name, variant in (
+        ("checksum of every piece (the default)", "all"),
+        ("no checksum", "off"),
+        ("bare socket", "socket"),
+    ):
+        rates = [float(row["gb_per_s"]) for row in rows[variant]]
+        line = f"* {name}: {statistics.median(rates):.2f} GB/s ({min(rates):.2f}–{max(rates):.2f})"
+        if variant == "all":
+            verdict = page.verdict("KV transfer", statistics.median(rates) >= TRANSFER_GB_S)
+            line += f", at least {TRANSFER_GB_S:g} GB/s: {verdict}"
+        page.line(line)
+
+
+def show_starts(page: Page, folder: str) -> None:
+    page.line("\n## Start until a process answers on /live, without its engine\n")
+    for module in ENGINELESS:
+        page.limit(module, [start_seconds(module, folder) for _ in range(STARTS)], "s", START_S)
 
 
 def cpu_name() -> str:
@@ -252,40 +133,47 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def main() -> int:
+def source_revision() -> str:
+    """The commit that is measured, where there is one to be found."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return revision() or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown revision"
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="model folder (default: the embedded model)")
-    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=list(TARGETS))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=2, help="of each engine and of transformers")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    folder = str(prepare_model(arguments.model or None, None, progress=False))
-    starts = [start_seconds(folder) for _ in range(3)]
-    print(
-        f"{datetime.now(UTC):%Y-%m-%d}, {cpu_name()}, {arguments.threads} threads, {arguments.rounds} rounds, {folder}"
-    )
-    missed = False
-    for dtype in arguments.dtype:
-        found = measure(dtype, folder, arguments.threads, arguments.rounds, lambda m: print(m, file=sys.stderr))
-        print(
-            f"\n{dtype}, tokens/s\n\n| case | Baton | transformers | ratio (rounds) | target |\n|---|---|---|---|---|"
+    parser.add_argument("--check", action="store_true", help="status 1 when a target is missed")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1 or arguments.threads < 1:
+        parser.error("--rounds and --threads must be at least 1")
+    page = Page()
+    try:
+        folder = prepare_model(arguments.model or None, None, progress=False)
+        page.line("# Benchmarks\n")
+        page.line(
+            f"{datetime.now(UTC):%Y-%m-%d}, Baton {version()} ({source_revision()}), {cpu_name()}, {os.cpu_count()} cores, "
+            f"{folder.name}, {arguments.threads} threads, 1 prefill + 1 decode server, {arguments.rounds} rounds, "
+            f"load average before {os.getloadavg()[0]:.1f}. Figures are medians (lowest–highest).\n\n"
+            f"Command: `make bench` (`python -m bench.report --rounds {arguments.rounds} --threads {arguments.threads}`)."
         )
-        for case in found["cases"]:
-            print(case.row())
-            missed |= "MISSED" in case.row()
-        for name, limit in (("token", TOKEN_OVERHEAD_MS), ("first", FIRST_TOKEN_OVERHEAD_MS)):
-            values = found["overheads"][name]
-            middle = statistics.median(values)
-            label = "a token at batch 1" if name == "token" else "the first token"
-            print(
-                f"\nadded to {label}: {middle:.2f} ms ({min(values):.2f}-{max(values):.2f}), limit {limit} ms "
-                f"{'met' if middle <= limit else 'MISSED'}"
+        for dtype in arguments.dtype:
+            show_comparison(
+                page,
+                compare(dtype, str(folder), arguments.threads, arguments.rounds, lambda m: print(m, file=sys.stderr)),
             )
-            missed |= middle > limit
-        print("\nresident MB: " + ", ".join(f"{k} {v:.0f}" for k, v in found["resident_mb"].items()))
-        missed |= max(found["resident_mb"].values()) > RESIDENT_MB
-    print(f"\nrouter start: {statistics.median(starts):.2f} s ({min(starts):.2f}-{max(starts):.2f}), limit {START_S} s")
-    return int(missed)
+        show_transfer(page, max(5, arguments.rounds))
+        show_starts(page, str(folder))
+    except (MeasurementFailed, StartFailed, LaunchError, ModelPrepareError) as error:
+        print(f"bench.report: {error}", file=sys.stderr)
+        return 1
+    for what in page.missed:
+        print(f"missed: {what}", file=sys.stderr)
+    return int(arguments.check and bool(page.missed))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class RequestResult:
     output_tokens: int = 0
     cached_tokens: int = 0
     path: str = ""
+    timeline: dict[str, float] = field(default_factory=dict)  # seconds by "role.stage", as the server says
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # where the back end learns them (gRPC)
     error: str = ""  # empty on success
 
     def chunk(self, now: float, tokens: int, per_token: bool = True) -> None:

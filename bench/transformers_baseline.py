@@ -1,12 +1,14 @@
 """The reference implementation under the same work: `transformers` with the same model, dtype and threads.
 
-Runs as a process of its own that serves one JSON line per request line on its standard input, so that its rounds can
-alternate with Baton's in one run:
+Runs as a process of its own that answers each JSON line on its standard input with one, so that its rounds can
+alternate with Baton's in one run. Prompts are lists of token ids, all of one length.
 
-    {"op": "decode", "batch": 8, "context": 64, "steps": 32, "seed": 3}   ->   {"seconds": ..., "tokens": ...}
-    {"op": "prefill", "tokens": 512, "seed": 3}                           ->   {"seconds": ..., "tokens": ...}
+    {"op": "decode", "prompts": [[...], ...], "steps": 32}   ->   {"seconds": ..., "tokens": ..., "ids": [[...], ...]}
+    {"op": "prefill", "prompts": [[...]]}                    ->   {"seconds": ..., "tokens": ...}
+    {"op": "read"}                                           ->   {"seconds": ..., "bytes": ...}
 
-Decoding is the plain greedy loop with a KV cache (forward, argmax, append); its prefill is not timed.
+Decoding is the plain greedy loop with a KV cache (forward, argmax, append); its prefill is not timed. `read` goes once
+over as many bytes as the weights have, which is the least that a decode step can cost.
 """
 
 from __future__ import annotations
@@ -15,49 +17,63 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 
-@torch.inference_mode()
-def decode(model: torch.nn.Module, batch: int, context: int, steps: int, seed: int) -> dict[str, float]:
-    """Greedy decode of `steps` tokens for `batch` rows after `context` random tokens each."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1000, 40000, (batch, context), generator=generator)
-    out = model(ids, use_cache=True, logits_to_keep=1)
-    cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
-    start = time.perf_counter()
-    for _ in range(steps):
-        out = model(token, past_key_values=cache, use_cache=True)
-        token = out.logits[:, -1].argmax(-1, keepdim=True)
-    return {"seconds": time.perf_counter() - start, "tokens": batch * steps}
+class Reference:
+    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model.eval()
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        # Summed as integers: no arithmetic in the way of reading.
+        self.words = torch.ones(self.weight_bytes // 8, dtype=torch.int64)
 
+    @torch.inference_mode()
+    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Greedy decode of `steps` tokens after the first one, for all prompts in one batch."""
+        out = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+        tokens = [token]
+        start = time.perf_counter()
+        for _ in range(steps):
+            out = self.model(token, past_key_values=cache, use_cache=True)
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(token)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "tokens": len(prompts) * steps, "ids": torch.cat(tokens, 1).tolist()}
 
-@torch.inference_mode()
-def prefill(model: torch.nn.Module, tokens: int, seed: int) -> dict[str, float]:
-    """One forward pass over `tokens` random tokens with the logits of the last one."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1000, 40000, (1, tokens), generator=generator)
-    start = time.perf_counter()
-    model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).item()
-    return {"seconds": time.perf_counter() - start, "tokens": tokens}
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """One forward pass over the prompts with the logits of their last tokens."""
+        ids = torch.tensor(prompts)
+        start = time.perf_counter()
+        self.model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
+        return {"seconds": time.perf_counter() - start, "tokens": ids.numel()}
+
+    def read(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        self.words.sum().item()
+        return {"seconds": time.perf_counter() - start, "bytes": self.words.numel() * 8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
-    model.eval()
+    reference = Reference(arguments.model, getattr(torch, arguments.dtype))
     print(json.dumps({"ready": True}), flush=True)
-    operations = {"decode": decode, "prefill": prefill}
+    operations: dict[str, Callable[..., dict[str, Any]]]
+    operations = {"decode": reference.decode, "prefill": reference.prefill, "read": reference.read}
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(operations[request.pop("op")](model, **request)), flush=True)
+        print(json.dumps(operations[request.pop("op")](**request)), flush=True)
 
 
 if __name__ == "__main__":
