@@ -28,6 +28,8 @@ from cache_store.settings import AgentSettings
 from protos import cache_store_pb2 as pb
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
+from rpc.ids import valid_request_id
+from rpc.logs import request_id_var
 
 HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
 STAGE = "publish"
@@ -59,6 +61,13 @@ STALE_KINDS = {
     ErrorCode.KV_STALE_REFERENCE: "reused",
     ErrorCode.PEER_RESTARTED: "peer_restarted",
 }
+
+
+def _note_request(reference: pb.KvReference) -> None:
+    """Errors and log lines of the call name the request by its end-to-end id."""
+    request_id = reference.request_key.partition("#")[0]
+    if valid_request_id(request_id):
+        request_id_var.set(request_id)
 
 
 def observe_failure(observe: Observe, error: BatonError) -> None:
@@ -127,6 +136,7 @@ class CacheStoreService:
 
     async def renew_lease(self, data: bytes, context: _Context) -> bytes:
         request = wire.parse(pb.RenewLeaseRequest, data)
+        _note_request(request.reference)
         wire.require(request, "", "reference")
         generation = wire.check_reference(request.reference)
         try:
@@ -140,6 +150,7 @@ class CacheStoreService:
 
     async def release(self, data: bytes, context: _Context) -> bytes:
         request = wire.parse(pb.ReleaseRequest, data)
+        _note_request(request.reference)
         wire.require(request, "", "reference", "complete")
         generation = wire.check_reference(request.reference)
         cause = wire.error_of(request.cause) if request.HasField("cause") else None
@@ -159,6 +170,7 @@ class CacheStoreService:
     async def load(self, data: bytes, context: _Context) -> None:
         """Parks the load if it came first, then streams (docs/protocol.md, section "Load")."""
         request = wire.parse(pb.LoadRequest, data)
+        _note_request(request.reference)
         wire.check_load(request)
         try:
             self._check_engine(request.reference)
@@ -214,9 +226,7 @@ class CacheStoreService:
         chunk_bytes = min(request.chunk_bytes, self._settings.chunk_bytes)
 
         def try_open() -> Reader | None:
-            return self._table.open_load(
-                reference.request_key, generation, request.prompt_tokens, wanted, chunk_bytes
-            )
+            return self._table.open_load(reference.request_key, generation, request.prompt_tokens, wanted, chunk_bytes)
 
         reader = try_open()
         if reader is not None:

@@ -30,6 +30,7 @@ from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id
 from rpc.lifecycle import OpenWork
+from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock
@@ -253,6 +254,7 @@ class OpenRequests:
         attribute.
         """
         check_request_id(request_id)
+        request_id_var.set(request_id)
         arrival = self.clock() if arrival is None else arrival
         limit = (deadline or Deadline.never()).earlier(self.request_timeout_s)
         request = OpenRequest(self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit)
@@ -369,8 +371,12 @@ class OpenRequests:
                 )
         if error is not None and error.http_status >= 500:
             # Here it ends, so here it is logged; attempts before it were only noted.
-            _log.error(
-                "request failed: %s", error, extra={"request_id": request.request_id, "cause": dict(error.metadata)}
+            _log.log(
+                # How much time a request has is its client's choice.
+                logging.WARNING if error.code is ErrorCode.GENERATE_TIMEOUT else logging.ERROR,
+                "request failed: %s",
+                error,
+                extra={"request_id": request.request_id, "code": error.code.name, "cause": dict(error.metadata)},
             )
         if self._access_log is not None:
             code = error.code.name if error is not None else ErrorCode.NONE_ERROR.name

@@ -73,11 +73,18 @@ def load_request(to: cache_store_pb2.KvReference, /, **changes: Any) -> cache_st
     return request
 
 
+def named(refusal: Refusal, to: cache_store_pb2.KvReference) -> Refusal:
+    """The refusal names the request by the id in the key, when there is one."""
+    assert not to.request_key or refusal.request_id == UNKNOWN.partition("#")[0]
+    return refusal
+
+
 def load(where: str = STORE, **changes: Any) -> Send:
     """A load of a key that nobody has; it is refused before that matters."""
 
     def send(live: Live) -> Refusal:
-        return call(where, "CacheStore/Load", load_request(reference_of(live, where, UNKNOWN), **changes))(live)
+        request = load_request(reference_of(live, where, UNKNOWN), **changes)
+        return named(call(where, "CacheStore/Load", request)(live), request.reference)
 
     return send
 
@@ -148,7 +155,7 @@ def renew(where: str = STORE, **changes: Any) -> Send:
         request = cache_store_pb2.RenewLeaseRequest(reference=reference_of(live, where, UNKNOWN))
         for path, value in changes.items():
             put(request, path.replace("__", "."), value)
-        return call(where, "CacheStore/RenewLease", request)(live)
+        return named(call(where, "CacheStore/RenewLease", request)(live), request.reference)
 
     return send
 
@@ -158,7 +165,7 @@ def release(where: str = STORE, **changes: Any) -> Send:
         request = cache_store_pb2.ReleaseRequest(reference=reference_of(live, where, UNKNOWN), complete=False)
         for path, value in changes.items():
             put(request, path.replace("__", "."), value)
-        return call(where, "CacheStore/Release", request)(live)
+        return named(call(where, "CacheStore/Release", request)(live), request.reference)
 
     return send
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -10,7 +10,8 @@ from google.protobuf.message import Message
 
 from protos import common_pb2, decode_pb2, generation_pb2, prefill_pb2, worker_pb2
 from tests.conformance.bad_input import Row, Send, call
-from tests.conformance.live_cluster import CONTEXT, KEY_METADATA, MODEL, POOL_TOKENS
+from tests.conformance.live_cluster import CONTEXT, KEY_METADATA, MODEL, POOL_TOKENS, Live
+from tests.conformance.refusals import Refusal
 from tests.integration.wire_client import generate_input
 from tests.unit.engine.tiny_models import VOCAB_SIZE
 
@@ -121,6 +122,17 @@ def good_input() -> common_pb2.GenerateInput:
     return generate_input("direct", [1, 2, 3], model=MODEL)
 
 
+def named(request_id: str, changes: Mapping[str, Any], inner: Send) -> Send:
+    """The refusal names the request, unless it is the name that is bad."""
+
+    def send(live: Live) -> Refusal:
+        refusal = inner(live)
+        assert "request_id" in changes or "request_key" in changes or refusal.request_id == request_id
+        return refusal
+
+    return send
+
+
 def prefill(**changes: Any) -> Send:
     """`Prefill`, which is good but for `changes` of its input (dots are written as __)."""
 
@@ -130,7 +142,7 @@ def prefill(**changes: Any) -> Send:
             put(request, path.replace("__", ".") if path == "hold_kv" else f"input.{path.replace('__', '.')}", value)
         return request
 
-    return call("prefill", "Prefill/Prefill", message)
+    return named("direct", changes, call("prefill", "Prefill/Prefill", message))
 
 
 def decode(source: common_pb2.KvSource | None = None, **changes: Any) -> Send:
@@ -144,7 +156,7 @@ def decode(source: common_pb2.KvSource | None = None, **changes: Any) -> Send:
             put(request.input, path.replace("__", "."), value)
         return request
 
-    return call("decode", "Decode/Decode", message)
+    return named("direct", changes, call("decode", "Decode/Decode", message))
 
 
 def source_of(**changes: Any) -> common_pb2.KvSource:

@@ -53,5 +53,6 @@ def test_cluster_when_all_of_them_were_refused_then_it_is_as_before(live: Live) 
         assert process.metric("baton_contract_breaches_total") is None
     for server in live.cluster.servers:
         assert server.requests()["open"] == []
+        assert server.metric("baton_rpc_requests_total", method="grpc.health.v1.Health/Check", code="PATH_NOT_FOUND")
         assert server.metric("baton_kv_ledger_imbalance_blocks") == 0
     assert live.p.metric("baton_kv_leases_active") == 0
