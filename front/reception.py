@@ -18,7 +18,7 @@ import grpc.aio
 from engine.client import RequestStream, error_of
 from engine.messages import AddRequest, KvSource, RequestOutput, RunMode, StagedEnd
 from front.drain import Drain
-from front.engine_link import EngineLink
+from front.engine_link import EngineLink, EngineState
 from front.request import Request, RequestState, Source, Terminal, classify
 from front.request_table import RequestTable
 from front.validation import read_key, read_request
@@ -132,7 +132,7 @@ class Reception:
         """Staged KV went with the engine; open RPCs learn it from their streams."""
         for request in self.table:
             if request.state is RequestState.HELD:
-                request.note_staged_end(StagedEnd(request.request_key, "aborted", cause="engine_dead"))
+                request.note_staged_end(_lost_with_engine(request))
                 self.finish(request)
 
     def staged_end(self, end: StagedEnd) -> None:
@@ -151,6 +151,8 @@ class Reception:
             del self._scopes[request.request_key]
         if held:
             request.enter(RequestState.HELD)
+            if self.engine.state is EngineState.DEAD:
+                request.note_staged_end(_lost_with_engine(request))
             if request.staged_end is None:
                 return
         self.finish(request)
@@ -162,13 +164,12 @@ class Reception:
         if request.terminal is None:
             raise AssertionError(f"request {request.request_key!r} has no terminal cause")
         self.table.leave(request)
-        metrics = self.metrics
+        metrics, error = self.metrics, request.terminal.error
         for stage, seconds in request.clock.seconds().items():
             metrics.observe("baton_stage_seconds", seconds, stage=stage)
-        if request.abort_source:
+        if request.abort_source and (error is not None or request.kv_aborted):
             metrics.inc("baton_aborts_total", leg=self.role, source=request.abort_source)
         metrics.set("baton_tombstones", len(self.table.tombstones))
-        error = request.terminal.error
         if error is not None:
             if error.code is ErrorCode.REQUEST_TOMBSTONED:
                 metrics.inc("baton_tombstone_hits_total")
@@ -422,6 +423,10 @@ class RequestScope:
         request = self.request
         if self._reception.table.is_open(request):
             self._reception.abort(request.request_key, BatonError(ErrorCode.CANCELLED), "client")
+
+
+def _lost_with_engine(request: Request) -> StagedEnd:
+    return StagedEnd(request.request_key, "aborted", cause="engine_dead")
 
 
 def _stage_of(request: Request) -> str:

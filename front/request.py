@@ -154,6 +154,11 @@ class Request:
             self.note_stages({"publish": end.publish_seconds, "held": end.held_seconds})
             self.events.extend(end.events)
 
+    @property
+    def kv_aborted(self) -> bool:
+        """The staged KV was given up after the answer."""
+        return self.staged_end is not None and self.staged_end.outcome == "aborted"
+
     def end(self, terminal: Terminal) -> Terminal:
         """Sets the terminal cause unless there is one, and returns the one that counts."""
         if self.terminal is None:

@@ -85,7 +85,7 @@ class FrontServer:
             max_bytes=int(settings.access_log_max_bytes),
             backups=settings.access_log_backups,
             close_timeout_s=settings.access_log_close_timeout_seconds,
-            on_drop=self._log_dropped,
+            on_drop=self.log_dropped,
         )
         self.reception = Reception(
             role=role.name,
@@ -210,7 +210,8 @@ class FrontServer:
         fields = {name: value for name, value in line.items() if name not in ("request_id", "code", "code_name")}
         self.access_log.record(request_id=str(line["request_id"]), code=str(line["code_name"]), **fields)
 
-    def _log_dropped(self) -> None:
+    def log_dropped(self) -> None:
+        """A log line had no room in its writer's queue. May be called from any thread."""
         self.metrics.inc("baton_log_dropped_total")
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -270,11 +271,16 @@ class FrontServer:
             raise SystemExit(f"{who}: {error.code.name}: {error.message}") from None
         if ready is None:
             return False
-        wanted = self.settings.kv_cache_dtype
-        if wanted not in ("auto", ready.kv_cache_dtype):
+        settings = self.settings
+        if settings.kv_cache_dtype not in ("auto", ready.kv_cache_dtype):
             raise SystemExit(
-                f"{who}: --kv-cache-dtype {wanted}: the KV cache of this model has the dtype {ready.kv_cache_dtype}; "
-                "use auto or that"
+                f"{who}: --kv-cache-dtype {settings.kv_cache_dtype}: the KV cache of this model has the dtype "
+                f"{ready.kv_cache_dtype}; use auto or that"
+            )
+        if settings.kv_transport not in ("auto", *ready.transports):
+            raise SystemExit(
+                f"{who}: --kv-transport {settings.kv_transport}: this server has {', '.join(ready.transports)}; "
+                "use auto or one of these"
             )
         self.engine.came_up(ready)
         self.feed.came_up(ready)
@@ -412,5 +418,7 @@ async def serve(role: ServedRole, settings: FrontSettings, config: EngineConfig)
         config.check()
     except BatonError as error:
         raise SystemExit(f"{role.name}_server: error: {error.message}") from None
-    setup_logging(role.name, settings.log_level, settings.log_format)
-    return await FrontServer(role, settings, config).run()
+    handler = setup_logging(role.name, settings.log_level, settings.log_format)
+    server = FrontServer(role, settings, config)
+    handler.on_drop = server.log_dropped
+    return await server.run()

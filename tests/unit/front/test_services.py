@@ -569,6 +569,25 @@ async def test_decode_when_the_caller_cancels_after_the_last_token_then_it_is_a_
     assert front.metrics.value("baton_aborts_total", leg="decode", source="client") is None
 
 
+async def test_decode_when_the_caller_leaves_before_it_has_read_a_finished_answer_then_nothing_was_aborted() -> None:
+    front = Front("decode")
+    async with front.running(), asyncio.timeout(LIMIT_S):
+        rpc = front.stub.Decode(decode_request(local=True), timeout=LIMIT_S)
+        await front.engine.until(lambda: front.engine.adds)
+        front.engine.emit(first_token())
+        await rpc.read()
+        # Far more than the connection's window takes: the handler is stuck in the middle of sending.
+        many = [TokenOutput(index, 5) for index in range(1, 40_000)]
+        for start_ in range(0, len(many), 4000):
+            front.engine.emit(RequestOutput(REQUEST_KEY, tokens=many[start_ : start_ + 4000]))
+        front.engine.emit(finished())
+        rpc.cancel()
+        record = (await front.records())[0]
+    assert (record["code_name"], record["finish_reason"]) == ("NONE_ERROR", "length")
+    assert record["generated_tokens"] == 40_000
+    assert front.metrics.value("baton_aborts_total", leg="decode", source="client") is None
+
+
 async def test_abort_all_when_requests_are_open_and_held_then_each_ends_with_8608() -> None:
     front = Front("prefill")
     async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
