@@ -177,9 +177,9 @@ class GenerationClient:
         """Starts a request; `options` are those of `request_of`."""
         return Generation(self.stub, request_of(prompt, max_tokens, **options), timeout_s)
 
-    def generate(self, prompt: Any, max_tokens: int, **options: Any) -> Answer:
+    def generate(self, prompt: Any, max_tokens: int, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Answer:
         """One request to its end; raises BatonError."""
-        return self.open(prompt, max_tokens, **options).answer()
+        return self.open(prompt, max_tokens, timeout_s=timeout_s, **options).answer(timeout_s)
 
     def abort(self, request_id: str) -> bool:
         return bool(self.stub.Abort(generation_pb2.AbortRequest(request_id=request_id), timeout=TIMEOUT_S).found)

@@ -1,0 +1,80 @@
+"""Requests with known right answers, and how chaos tests look at a cluster between two blows."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.conformance.reference import clear_prompt, reference
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
+from tests.integration.generation_client import GenerationClient
+from tests.unit.engine.tiny_models import tiny_model
+
+MODEL = "llama"
+CHUNK = 32
+FLAGS = ("--block-size", "16", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16", "--num-kv-blocks", "256")
+# A router that finds out soon about a server that is silent.
+ROUTER_FLAGS = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "0.5",
+                "--health-failure-threshold", "2")  # fmt: skip
+# Long prompts are computed for half a second, answers generated for a second: there is a middle of both.
+SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.03"}
+SLOW_DECODE = {"BATON_FAULTS": "engine.step:delay=0.01,kind=decode"}
+TOKENS = 80
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: list[int]
+    expected: list[int]
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """Prompts of several chunks with the greedy answers of `transformers`."""
+    model = reference(tiny_model(MODEL))
+    prompts = [clear_prompt(model, length, TOKENS) for length in (150, 131, 117, 140)]
+    return tuple(Case(prompt, model.greedy(prompt, TOKENS)) for prompt in prompts)
+
+
+def assert_serves(cluster: Cluster, salt: str) -> None:
+    """The cluster answers an ordinary request right, through both servers, and nothing is left behind."""
+    case = cases()[0]
+    with GenerationClient(cluster.router.grpc) as client:
+        answer = client.generate(case.prompt[:40], 4, salt=salt)
+    assert answer.token_ids == _short_answer()
+    assert answer.path == "pd"
+    cluster.assert_clean_ledgers()
+
+
+@functools.cache
+def _short_answer() -> list[int]:
+    return reference(tiny_model(MODEL)).greedy(cases()[0].prompt[:40], 4)
+
+
+def wait_workers_ready(cluster: Cluster, limit_s: float = 15.0) -> None:
+    """Until the router finds every living server ready."""
+    wanted = {(server.role, server.grpc) for server in cluster.servers if server.alive}
+
+    def ready() -> bool:
+        workers = cluster.router.page("/workers")["workers"]
+        return wanted <= {(worker["role"], worker["address"]) for worker in workers if worker["state"] == "ready"}
+
+    wait_for("the router to find its servers ready", ready, limit_s)
+
+
+def wait_busy(servers: Sequence[ServerProcess], limit_s: float = 10.0) -> None:
+    """Until each of the servers has an open request."""
+    for server in servers:
+        wait_for(f"an open request on {server.name}", lambda server=server: server.requests()["open"] != [], limit_s)
+
+
+def kill(server: ServerProcess, part: str) -> None:
+    """SIGKILL of a server's front or of its engine; returns when the front has ended."""
+    if part == "front":
+        server.kill()
+    else:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert server.wait(10.0) != 0, "a server whose engine died ended as if all were well"

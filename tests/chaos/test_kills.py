@@ -1,0 +1,144 @@
+"""SIGKILL of a server or of its engine in the middle of requests: the right answer where a second server exists, a
+typed error soon where none does, and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rpc.errors import ErrorCode
+from tests.chaos.cases import (
+    FLAGS,
+    MODEL,
+    ROUTER_FLAGS,
+    SLOW_DECODE,
+    SLOW_PREFILL,
+    TOKENS,
+    assert_serves,
+    cases,
+    kill,
+    wait_busy,
+    wait_workers_ready,
+)
+from tests.integration.cluster import Cluster, ServerProcess
+from tests.integration.generation_client import Generation, GenerationClient
+from tests.unit.engine.tiny_models import tiny_model
+
+ERROR_LIMIT_S = 5.0
+VICTIMS = [("prefill", "front"), ("prefill", "engine"), ("decode", "front"), ("decode", "engine")]
+
+
+@pytest.fixture(scope="module")
+def two_pairs() -> Iterator[Cluster]:
+    cases()
+    with Cluster(
+        2, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS, router_flags=ROUTER_FLAGS,
+        prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def one_pair() -> Iterator[Cluster]:
+    cases()
+    with Cluster(
+        1, 1, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=[*FLAGS, "--no-allow-local-prefill"],
+        router_flags=ROUTER_FLAGS, prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
+    ) as cluster:  # fmt: skip
+        yield cluster
+
+
+def strike(cluster: Cluster, opened: list[Generation], role: str, part: str) -> ServerProcess:
+    """Kills the first server of the role in the middle of what it does for `opened`; returns it."""
+    victim = (cluster.prefill if role == "prefill" else cluster.decode)[0]
+    if role == "prefill":
+        wait_busy([victim])
+    else:
+        for generation in opened:
+            generation.wait_tokens(5)
+        assert victim.requests()["open"] != []
+    kill(victim, part)
+    return victim
+
+
+@pytest.mark.parametrize(("role", "part"), VICTIMS)
+def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_right(
+    two_pairs: Cluster, role: str, part: str
+) -> None:
+    router = two_pairs.router
+    before = router.metric("baton_migrations_total", result="ok") or 0.0
+    with GenerationClient(router.grpc) as client:
+        opened = [client.open(case.prompt, TOKENS, salt=f"{role} {part}") for case in cases()]
+        victim = strike(two_pairs, opened, role, part)
+        answers = [generation.answer() for generation in opened]
+    for answer, case in zip(answers, cases(), strict=True):
+        assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
+        assert answer.finish_reason == "length"
+    assert max(answer.attempts for answer in answers) > 1
+    moved = (router.metric("baton_migrations_total", result="ok") or 0.0) - before
+    assert (moved > 0) == (role == "decode")
+    two_pairs.assert_clean_ledgers()
+    two_pairs.restart(victim)
+    wait_workers_ready(two_pairs)
+    assert_serves(two_pairs, f"after {role} {part}")
+
+
+@pytest.mark.parametrize(("role", "part"), VICTIMS)
+def test_kill_when_there_is_no_second_server_then_a_typed_error_comes_within_five_seconds(
+    one_pair: Cluster, role: str, part: str
+) -> None:
+    with GenerationClient(one_pair.router.grpc) as client:
+        opened = [client.open(case.prompt, TOKENS, salt=f"{role} {part}") for case in cases()[:2]]
+        victim = strike(one_pair, opened, role, part)
+        struck_at = time.monotonic()
+        for generation in opened:
+            generation.wait_end(ERROR_LIMIT_S)
+            error = generation.error
+            assert error is not None, "a request without its server was answered"
+            assert error.spec.retryable
+            assert error.code in (
+                ErrorCode.NO_PREFILL_WORKER if role == "prefill" else ErrorCode.NO_DECODE_WORKER,
+                ErrorCode.CONNECTION_RESET_BY_PEER,
+                ErrorCode.ENGINE_DEAD,
+            ), error
+            assert generation.ended_at - struck_at < ERROR_LIMIT_S
+        for case, generation in zip(cases(), opened, strict=False):
+            # What was shown before the failure is the beginning of the right answer.
+            assert generation.token_ids == case.expected[: len(generation.token_ids)]
+    one_pair.assert_clean_ledgers()
+    one_pair.restart(victim)
+    wait_workers_ready(one_pair)
+    assert_serves(one_pair, f"after {role} {part}")
+
+
+def test_kill_when_the_prefill_server_dies_after_its_part_then_the_answer_goes_on(one_pair: Cluster) -> None:
+    case = cases()[0]
+    with GenerationClient(one_pair.router.grpc) as client:
+        generation = client.open(case.prompt, TOKENS, salt="late")
+        generation.wait_tokens(5)
+        one_pair.prefill[0].kill()
+        answer = generation.answer()
+    assert (answer.token_ids, answer.attempts) == (case.expected, 1)
+    one_pair.assert_clean_ledgers()
+    one_pair.restart(one_pair.prefill[0])
+    wait_workers_ready(one_pair)
+
+
+def test_kill_when_the_decode_server_may_compute_prompts_then_it_answers_alone(one_pair: Cluster) -> None:
+    assert one_pair.decode[0].terminate() == 0
+    one_pair.restart(one_pair.decode[0], ["--allow-local-prefill"])
+    wait_workers_ready(one_pair)
+    with GenerationClient(one_pair.router.grpc) as client:
+        opened = [client.open(case.prompt, TOKENS, salt="alone") for case in cases()[:2]]
+        victim = strike(one_pair, opened, "prefill", "front")
+        for generation, case in zip(opened, cases(), strict=False):
+            answer = generation.answer()
+            assert answer.token_ids == case.expected
+        later = client.generate(cases()[2].prompt, TOKENS)
+        assert (later.token_ids, later.path) == (cases()[2].expected, "colocated")
+    one_pair.assert_clean_ledgers()
+    one_pair.restart(victim)
+    wait_workers_ready(one_pair)
+    assert_serves(one_pair, "together again")

@@ -1,0 +1,106 @@
+"""A real model: greedy answers of SmolLM2 to chat prompts, identical to `transformers` token by token, in float32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import transformers
+
+from cli.model_prepare import prepare_model
+from tests.conformance.reference import Reference
+from tests.integration.cluster import Cluster
+from tests.integration.generation_client import Answer, GenerationClient
+
+TOKENS = 64
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain photosynthesis to a child.",
+    "How many legs does a spider have?",
+    "Translate 'good morning' into Spanish.",
+    "Give me three tips for a job interview.",
+    "What is 17 plus 25?",
+    "Who wrote Romeo and Juliet?",
+    "Why is the sky blue?",
+    "Name five animals that live in Africa.",
+    "Write a Python function that reverses a string.",
+    "What should I cook with rice, eggs and onions?",
+    "Summarize the water cycle in two sentences.",
+    "What is the difference between a crocodile and an alligator?",
+    "Tell me a short story about a lost key.",
+    "How do I boil an egg?",
+    "What is gravity?",
+    "List the planets of the solar system.",
+    "Wer hat das Telefon erfunden?",
+    "Write a polite email that declines an invitation.\nMention that I am travelling that week, and that I would like "
+    "to come next time. Keep it short, friendly and formal enough for a colleague whom I do not know well.",
+)
+FLAGS = ("--num-kv-blocks", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "32")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return prepare_model(None, None, False)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[list[int]]:
+    """The chats as `transformers` renders and encodes them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [
+        list(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        )
+        for question in QUESTIONS
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path, prompts: list[list[int]]) -> list[Answer]:
+    """What the cluster answers to the chats, all at once."""
+    with (
+        Cluster(1, 1, model=folder, prefill_flags=FLAGS, decode_flags=FLAGS) as cluster,
+        GenerationClient(cluster.router.grpc) as client,
+        ThreadPoolExecutor(len(QUESTIONS)) as pool,
+    ):
+        for question, prompt in zip(QUESTIONS[-2:], prompts[-2:], strict=True):
+            body = {"messages": [{"role": "user", "content": question}]}
+            page = httpx.post(f"http://{cluster.router.http}/tokenize", json=body, timeout=10).raise_for_status()
+            assert page.json()["tokens"] == prompt
+        found = list(
+            pool.map(
+                lambda question: client.generate([{"role": "user", "content": question}], TOKENS, timeout_s=200),
+                QUESTIONS,
+            )
+        )
+        batches = cluster.decode[0]
+        steps = batches.metric("baton_engine_batch_requests_count", kind="decode") or 0.0
+        assert steps < TOKENS * len(QUESTIONS) / 4, "requests were not decoded together"
+        cluster.assert_clean_ledgers()
+        assert cluster.errors_without_code() == []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_smollm2_when_twenty_chats_are_answered_then_every_token_is_that_of_transformers(
+    folder: Path, prompts: list[list[int]], answers: list[Answer]
+) -> None:
+    model = Reference(folder)
+    expected = model.greedy_batch(prompts, TOKENS)
+    for question, prompt, answer, tokens in zip(QUESTIONS, prompts, answers, expected, strict=True):
+        assert answer.prompt_tokens == len(prompt)
+        assert (answer.path, answer.attempts, answer.finish_reason) == ("pd", 1, "length")
+        if answer.token_ids != tokens:
+            # The padding of the batch can tip a near tie: what counts is the prompt in a row of its own.
+            assert answer.token_ids == model.greedy(prompt, TOKENS), question
+    # Text is that of the tokens, and one answer is known to be true.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for answer in answers:
+        assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert "Paris" in answers[0].text

@@ -1,0 +1,53 @@
+"""The transfer hides behind the computation: shown by the times of both servers' events, on their common clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.cluster import Cluster
+from tests.integration.generation_client import GenerationClient
+from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
+
+LAYERS = 3
+LAYER_S = 0.2  # a layer of a step on the prefill server takes at least this long
+# So does half a layer's time the transfer of a layer: three of them would not fit into the time of one.
+PIECE_S = 0.014
+BLOCKS = 7
+PROMPT = [(7 * i * i + 3) % (VOCAB_SIZE - 2) + 2 for i in range(16 * BLOCKS - 5)]
+
+
+def events_of(record: dict[str, object]) -> dict[str, int]:
+    """Time in nanoseconds of each event of a request's record; the last of a name."""
+    return {event["name"]: event["at_ns"] for event in record["events"]}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("chunk", [128, 64], ids=["one step", "two chunks"])
+def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_after_the_last_layer(chunk: int) -> None:
+    faults = f"engine.layer:delay={LAYER_S};cache_store.send_piece:delay={PIECE_S}"
+    flags = ["--block-size", "16", "--max-num-batched-tokens", str(chunk)]
+    with (
+        Cluster(
+            1,
+            1,
+            model=tiny_model("llama"),
+            prefill_flags=flags,
+            decode_flags=flags,
+            prefill_env={"BATON_FAULTS": faults},
+        ) as cluster,
+        GenerationClient(cluster.router.grpc) as client,
+    ):
+        answer = client.generate(PROMPT, 4)
+        assert (answer.path, answer.cached_tokens) == ("pd", 0)
+        prefill = events_of(cluster.prefill[0].finished(answer.request_id))
+        decode = events_of(cluster.decode[0].finished(answer.request_id))
+        published = [prefill[f"layer_published:{layer}"] for layer in range(LAYERS)]
+        received = [decode[f"layer_received:{layer}"] for layer in range(LAYERS)]
+        # Pieces were sent slowly enough that the whole transfer, begun after the last layer, would take longer.
+        assert LAYERS * BLOCKS * PIECE_S > LAYER_S
+        for layer in range(1, LAYERS):
+            assert (published[layer] - published[layer - 1]) / 1e9 >= LAYER_S
+            assert received[layer - 1] < published[layer], f"layer {layer - 1} came after layer {layer} was computed"
+        assert decode["load_started"] < published[0]
+        behind_s = (decode["load_complete"] - published[-1]) / 1e9
+        assert 0 < behind_s <= LAYER_S, f"complete {behind_s:.3f} s after the last layer; {prefill}, {decode}"
+        cluster.assert_clean_ledgers()
