@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +87,17 @@ class Live:
             if "Traceback" in process.log():
                 found.append(f"{process.name}: {process.log(3000)}")
         return found
+
+
+@contextmanager
+def frozen(server: ServerProcess) -> Iterator[None]:
+    """The engine of the server does nothing meanwhile; whatever needs it stays open."""
+    pid = server.engine_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def _start() -> Iterator[Live]:

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -21,7 +20,7 @@ from tests.conformance import refusals
 from tests.conformance.bad_input import CALL_LIMIT_S, Send, call, chat, text
 from tests.conformance.bad_input_cache_store import staged
 from tests.conformance.bad_input_grpc import ENGINE_ID, generate
-from tests.conformance.live_cluster import COMPLETIONS, CONTEXT, KEY_METADATA, MODEL, Live
+from tests.conformance.live_cluster import COMPLETIONS, CONTEXT, KEY_METADATA, MODEL, Live, frozen
 from tests.conformance.refusals import Refusal
 from tests.integration.cluster import ServerProcess, wait_for
 from tests.integration.wire_client import generate_input, key_of
@@ -38,17 +37,6 @@ def as_before(live: Live) -> Iterator[None]:
     wait_for("no open request", lambda: live.http.get("/load").json()["inflight"] == 0, 5.0)
     for server in live.cluster.servers:
         wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], 5.0)
-
-
-@contextmanager
-def frozen(server: ServerProcess) -> Iterator[None]:
-    """The engine of the server does nothing meanwhile; whatever needs it stays open."""
-    pid = server.engine_pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def generation_call(live: Live, **fields: Any) -> Any:
