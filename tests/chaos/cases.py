@@ -19,8 +19,8 @@ FLAGS = ("--block-size", "16", "--max-num-batched-tokens", str(CHUNK), "--max-nu
 # A router that finds out soon about a server that is silent.
 ROUTER_FLAGS = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "0.5",
                 "--health-failure-threshold", "2")  # fmt: skip
-# Long prompts are computed for half a second, answers generated for a second: there is a middle of both.
-SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.03"}
+# Long prompts are computed, and answers generated, for most of a second: there is a middle of both.
+SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.05"}
 SLOW_DECODE = {"BATON_FAULTS": "engine.step:delay=0.01,kind=decode"}
 TOKENS = 80
 

@@ -77,8 +77,8 @@ def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_righ
         assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
         assert answer.finish_reason == "length"
     assert max(answer.attempts for answer in answers) > 1
-    moved = (router.metric("baton_migrations_total", result="ok") or 0.0) - before
-    assert (moved > 0) == (role == "decode")
+    if role == "decode":
+        assert (router.metric("baton_migrations_total", result="ok") or 0.0) > before
     two_pairs.assert_clean_ledgers()
     two_pairs.restart(victim)
     wait_workers_ready(two_pairs)

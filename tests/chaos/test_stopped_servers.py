@@ -1,0 +1,114 @@
+"""Servers that stand still instead of dying (SIGSTOP): found out by their silence, and harmless when they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from rpc.errors import ErrorCode
+from tests.chaos.cases import (
+    FLAGS,
+    MODEL,
+    ROUTER_FLAGS,
+    SLOW_DECODE,
+    SLOW_PREFILL,
+    TOKENS,
+    assert_serves,
+    cases,
+    wait_busy,
+    wait_workers_ready,
+)
+from tests.integration.cluster import Cluster, ServerProcess
+from tests.integration.generation_client import GenerationClient
+from tests.unit.engine.tiny_models import tiny_model
+
+# Silence, two checks without an answer, and the search for another server.
+LIMIT_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cases()
+    with Cluster(
+        1, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS,
+        router_flags=[*ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "1.5"],
+        prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
+    ) as running:  # fmt: skip
+        yield running
+        assert running.errors_without_code() == []
+
+
+@contextmanager
+def stopped(server: ServerProcess, parts: str) -> Iterator[float]:
+    """The server's `front`, `engine` or `both` stand still within; gives the time of the stop."""
+    pids = {"front": [server.pid], "engine": [server.engine_pid], "both": [server.engine_pid, server.pid]}[parts]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield time.monotonic()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("parts", ["both", "engine"])
+def test_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewhere(cluster: Cluster, parts: str) -> None:
+    before = cluster.router.metric("baton_migrations_total", result="ok") or 0.0
+    with GenerationClient(cluster.router.grpc) as client:
+        opened = [client.open(case.prompt, TOKENS, salt=parts) for case in cases()]
+        for generation in opened:
+            generation.wait_tokens(3)
+        with stopped(cluster.decode[0], parts):
+            for generation, case in zip(opened, cases(), strict=True):
+                answer = generation.answer()
+                assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
+    assert (cluster.router.metric("baton_migrations_total", result="ok") or 0.0) - before >= 2
+    # The one that goes on finds out that nobody waits for it any more.
+    wait_workers_ready(cluster)
+    cluster.assert_clean_ledgers(5.0)
+    for number in range(len(cluster.decode)):
+        assert_serves(cluster, f"after {parts} {number}")
+
+
+def test_stop_when_the_only_prefill_server_stands_still_then_a_decode_server_computes_the_prompt(
+    cluster: Cluster,
+) -> None:
+    case = cases()[2]
+    with GenerationClient(cluster.router.grpc) as client:
+        generation = client.open(case.prompt, TOKENS, salt="prefill")
+        wait_busy(cluster.prefill)
+        with stopped(cluster.prefill[0], "both"):
+            answer = generation.answer()
+            assert answer.token_ids == case.expected
+            assert answer.path == "colocated"
+    wait_workers_ready(cluster)
+    cluster.assert_clean_ledgers(5.0)
+    assert_serves(cluster, "after prefill")
+
+
+def test_stop_when_there_is_no_other_decode_server_then_a_typed_error_comes_within_the_limit(cluster: Cluster) -> None:
+    case = cases()[3]
+    url = f"http://{cluster.router.http}/workers"
+    spare = cluster.decode[1].grpc
+    httpx.delete(f"{url}/decode/{spare}", timeout=5.0).raise_for_status()
+    try:
+        with GenerationClient(cluster.router.grpc) as client:
+            generation = client.open(case.prompt, TOKENS, salt="none")
+            generation.wait_tokens(3)
+            with stopped(cluster.decode[0], "both") as since:
+                generation.wait_end(LIMIT_S + 2)
+                assert generation.error is not None
+                assert generation.error.code in (ErrorCode.NO_DECODE_WORKER, ErrorCode.KEEP_ALIVE_TIMEOUT)
+                assert generation.ended_at - since < LIMIT_S
+            assert generation.token_ids == case.expected[: len(generation.token_ids)]
+    finally:
+        httpx.post(url, json={"role": "decode", "address": spare}, timeout=5.0).raise_for_status()
+    wait_workers_ready(cluster)
+    cluster.assert_clean_ledgers(5.0)
+    assert_serves(cluster, "after none")
