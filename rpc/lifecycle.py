@@ -6,6 +6,7 @@ First SIGTERM or SIGINT: drain. Second: open requests end at once, exit within 2
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
@@ -195,4 +196,16 @@ def run(main: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
         status = exit_status(signal.SIGINT)
     finally:
         close_logging()
-    sys.exit(status)
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process after its exit functions, without the interpreter's own tear-down.
+
+    With gRPC's threads that takes a second or more on a busy machine, which a fast exit does not have, and frees
+    nothing that the kernel would not.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
