@@ -23,7 +23,7 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., features] -> the same shape."""
-        y = x.float()
-        length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        x = x.float()
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, length, length, value=self.per_feature).rsqrt_()
-        return torch.mul(y, scale).mul_(self.weight).to(self.dtype)
+        return torch.mul(x, scale).mul_(self.weight).to(self.dtype)

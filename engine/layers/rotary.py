@@ -66,15 +66,14 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 class Rotary:
-    """Turns pairs (i, i + head_dim / 2) of every head by its position's angle."""
+    """Turns pairs (i, i + head_dim / 2) of every head by its position's angle, in float32."""
 
-    __slots__ = ("dtype", "factor", "frequencies", "half")
+    __slots__ = ("factor", "frequencies", "half")
 
-    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.frequencies = inverse_frequencies(rope, head_dim)
         self.factor = attention_factor(rope)
         self.half = head_dim // 2
-        self.dtype = dtype
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: [tokens] -> cos, sin: [tokens, 1, head_dim], made once per step for all layers.
@@ -83,13 +82,10 @@ class Rotary:
         """
         half = torch.outer(positions.to(torch.float32), self.frequencies)  # [tokens, head_dim / 2]
         cos, sin = half.cos() * self.factor, half.sin() * self.factor
-        return (
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(self.dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(self.dtype),
-        )
+        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
     def apply_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotates x [tokens, heads, head_dim] in place."""
-        swapped = torch.roll(x, self.half, dims=-1)
-        swapped.mul_(sin)
-        torch.addcmul(swapped, x, cos, out=x)
+        wide = x.float()
+        swapped = torch.roll(wide, self.half, dims=-1)
+        x.copy_(swapped.mul_(sin).addcmul_(wide, cos))

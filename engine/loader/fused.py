@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.layers.head import OutputHead
 from engine.layers.linear import Linear, linear
 from engine.layers.norm import RmsNorm
 from engine.loader.checkpoint import WeightSource
@@ -41,8 +42,12 @@ class WeightLoader:
     def norm(self, name: str, features: int, eps: float) -> RmsNorm:
         return RmsNorm(self.tensor(f"{name}.weight", features), eps)
 
-    def head(self, tied: torch.Tensor | None, config: ModelConfig) -> Linear:
-        """The output head: its own matrix, or the embedding table `tied` [vocab, hidden]."""
+    def head(self, tied: torch.Tensor | None, config: ModelConfig) -> OutputHead:
+        """The output head: its own matrix, or the embedding table `tied` [vocab, hidden].
+
+        A packed head beside the plain table costs a tied model that table's memory again, a fifth of SmolLM2-135M
+        and less of larger ones; it saves 0.7 of 2 ms (bfloat16) or 4 of 8.5 ms (float32, 8 rows) of every step.
+        """
         if tied is not None:
-            return linear(tied)
-        return self.linear(["lm_head"], config.hidden_size, [config.vocab_size], bias=False)
+            return OutputHead(linear(tied))
+        return OutputHead(self.linear(["lm_head"], config.hidden_size, [config.vocab_size], bias=False))
