@@ -81,9 +81,10 @@ def show_comparison(page: Page, found: Comparison) -> None:
     for case in found.cases:
         page.line(case_row(page, found.dtype, case))
     seconds = statistics.median(found.read_seconds)
+    megabytes, rate = found.weight_bytes / 1e6, found.weight_bytes / seconds / 1e9
     page.line(
-        f"\n* Floor: a step reads the weights ({found.weight_bytes / 1e6:.0f} MB) once, which takes "
-        f"{seconds * 1e3:.1f} ms here ({found.weight_bytes / seconds / 1e9:.1f} GB/s), so one stream cannot exceed {1 / seconds:.0f} tokens/s."
+        f"\n* Floor: a step reads the weights ({megabytes:.0f} MB) once, which takes {seconds * 1e3:.1f} ms here "
+        f"({rate:.1f} GB/s), so one stream cannot exceed {1 / seconds:.0f} tokens/s."
     )
     page.limit("router and RPC add to a token, 1 stream", found.token_added_ms, "ms", TOKEN_ADDED_MS)
     page.limit("router and RPC add to the first token", found.first_added_ms, "ms", FIRST_ADDED_MS)
@@ -141,6 +142,15 @@ def source_revision() -> str:
     return "unknown revision"
 
 
+def show_circumstances(page: Page, model: str, threads: int, rounds: int) -> None:
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, load average before {os.getloadavg()[0]:.1f}"
+    page.line(
+        f"{datetime.now(UTC):%Y-%m-%d}, Baton {version()} ({source_revision()}). {machine}. {model}, 1 prefill and 1 "
+        f"decode server, {threads} threads each, {rounds} rounds. Figures are medians (lowest–highest)."
+    )
+    page.line(f"\nCommand: `make bench` (`python -m bench.report --rounds {rounds} --threads {threads}`).")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="model folder (default: the embedded model)")
@@ -155,12 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         folder = prepare_model(arguments.model or None, None, progress=False)
         page.line("# Benchmarks\n")
-        page.line(
-            f"{datetime.now(UTC):%Y-%m-%d}, Baton {version()} ({source_revision()}), {cpu_name()}, {os.cpu_count()} cores, "
-            f"{folder.name}, {arguments.threads} threads, 1 prefill + 1 decode server, {arguments.rounds} rounds, "
-            f"load average before {os.getloadavg()[0]:.1f}. Figures are medians (lowest–highest).\n\n"
-            f"Command: `make bench` (`python -m bench.report --rounds {arguments.rounds} --threads {arguments.threads}`)."
-        )
+        show_circumstances(page, folder.name, arguments.threads, arguments.rounds)
         for dtype in arguments.dtype:
             show_comparison(
                 page,

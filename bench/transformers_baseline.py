@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM
 
 class Reference:
     def __init__(self, folder: str, dtype: torch.dtype) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.model.eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)  # in evaluation mode already
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         # Summed as integers: no arithmetic in the way of reading.
         self.words = torch.ones(self.weight_bytes // 8, dtype=torch.int64)
