@@ -311,7 +311,8 @@ class RequestScope:
         if self._left:
             return
         if self._leaving is not None:  # it is on its way out and only waits for the engine's last word
-            self._leaving.reschedule(asyncio.get_running_loop().time())
+            if not self._leaving.expired():  # both can be due at once, after a process stood still
+                self._leaving.reschedule(asyncio.get_running_loop().time())
             return
         if self._forced is None and self._task is not None:
             self._forced = error
