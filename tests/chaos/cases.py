@@ -19,9 +19,9 @@ FLAGS = ("--block-size", "16", "--max-num-batched-tokens", str(CHUNK), "--max-nu
 # A router that finds out soon about a server that is silent.
 ROUTER_FLAGS = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "0.5",
                 "--health-failure-threshold", "2")  # fmt: skip
-# Long prompts are computed, and answers generated, for most of a second: there is a middle of both.
+# Long prompts are computed, and answers generated, for a second or so: there is a middle of both.
 SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.05"}
-SLOW_DECODE = {"BATON_FAULTS": "engine.step:delay=0.01,kind=decode"}
+SLOW_DECODE = {"BATON_FAULTS": "engine.step:delay=0.02,kind=decode"}
 TOKENS = 80
 
 

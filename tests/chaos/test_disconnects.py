@@ -50,7 +50,7 @@ def nothing_open(cluster: Cluster) -> bool:
     if any(server.requests()["open"] for server in cluster.servers):
         return False
     lines = [line for line in cluster.router.metrics().splitlines() if line.startswith("baton_router_worker_inflight{")]
-    return all(line.endswith(" 0") or line.endswith(" 0.0") for line in lines)
+    return all(line.endswith((" 0", " 0.0")) for line in lines)
 
 
 def leave_grpc(client: GenerationClient, case: Case, number: int, after_s: float) -> None:
@@ -143,7 +143,8 @@ def test_abort_when_the_prompt_is_being_computed_then_both_servers_let_go(cluste
         # Several at once, so that some compute, some wait, and all have blocks reserved for them.
         opened = [client.open(case.prompt, TOKENS, salt="computing") for case in cases()]
         wait_busy([prefill])
-        assert all([abort(cluster, generation.request_id) for generation in opened])
+        found = [abort(cluster, generation.request_id) for generation in opened]
+        assert found == [True] * len(opened)
         for generation in opened:
             answer = generation.answer(5.0)
             assert answer.finish_reason == "abort"

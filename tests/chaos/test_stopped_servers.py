@@ -17,7 +17,6 @@ from tests.chaos.cases import (
     MODEL,
     ROUTER_FLAGS,
     SLOW_DECODE,
-    SLOW_PREFILL,
     TOKENS,
     assert_serves,
     cases,
@@ -30,6 +29,7 @@ from tests.unit.engine.tiny_models import tiny_model
 
 # Silence, two checks without an answer, and the search for another server.
 LIMIT_S = 8.0
+SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.03"}
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,15 @@ def stopped(server: ServerProcess, parts: str) -> Iterator[float]:
 def test_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewhere(cluster: Cluster, parts: str) -> None:
     before = cluster.router.metric("baton_migrations_total", result="ok") or 0.0
     with GenerationClient(cluster.router.grpc) as client:
-        opened = [client.open(case.prompt, TOKENS, salt=parts) for case in cases()]
+        opened = [client.open(case.prompt, TOKENS, salt=parts) for case in cases()[:2]]  # one on each server
         for generation in opened:
             generation.wait_tokens(3)
+        assert cluster.decode[0].requests()["open"] != []
         with stopped(cluster.decode[0], parts):
-            for generation, case in zip(opened, cases(), strict=True):
+            for generation, case in zip(opened, cases(), strict=False):
                 answer = generation.answer()
                 assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
-    assert (cluster.router.metric("baton_migrations_total", result="ok") or 0.0) - before >= 2
+    assert (cluster.router.metric("baton_migrations_total", result="ok") or 0.0) - before >= 1
     # The one that goes on finds out that nobody waits for it any more.
     wait_workers_ready(cluster)
     cluster.assert_clean_ledgers(5.0)
