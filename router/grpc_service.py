@@ -14,6 +14,7 @@ from protos import common_pb2, generation_pb2, generation_pb2_grpc
 from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
 from router.open_requests import OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
+from router.trace_context import trace_context
 from router.validation import GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id
@@ -62,6 +63,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             with in_stage(owner.clock):
                 params = generation_params(request, streamed)
+                metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+                params.traceparent, params.tracestate = trace_context(
+                    metadata.get("traceparent", ""), metadata.get("tracestate", "")
+                )
                 owner.model = self._services.validator.check(params)
             with in_stage(owner.clock):
                 prepared = await self._services.validator.prepare(params, owner)

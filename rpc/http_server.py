@@ -22,6 +22,8 @@ from rpc.server import bind_error, check_port
 
 ExceptionHandler = Callable[[Request, Exception], Response | Awaitable[Response]]
 
+MAX_HEAD_BYTES = 65536
+
 _REQUEST_ID_HEADERS = ("x-request-id", "x-trace-id", "x-correlation-id")
 
 
@@ -93,10 +95,45 @@ EXCEPTION_HANDLERS: dict[int | type[Exception], ExceptionHandler] = {
 
 
 class _Protocol(HttpToolsProtocol):
-    """What cannot be parsed as HTTP is refused in Baton's form as well."""
+    """What cannot be parsed as HTTP, or has too large a head, is refused in Baton's form as well."""
+
+    _head_bytes = 0  # of a head that is not complete yet
+    _in_head = True
+    _messages = 0  # read to their end
+    _oversized = False
+
+    @property
+    def _max_head_bytes(self) -> int:
+        return self.config.h11_max_incomplete_event_size or MAX_HEAD_BYTES  # the parser itself has no limit
+
+    def data_received(self, data: bytes) -> None:
+        messages = self._messages
+        super().data_received(data)
+        if not self._in_head or self._messages != messages:
+            self._head_bytes = 0
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
+            self._oversized = True
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._max_head_bytes:
+            self._oversized = True
+            raise ValueError("the head is too large")  # the parser passes it on as its own error
+        super().on_headers_complete()
+        self._in_head = False
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+        self._messages += 1
 
     def send_400_response(self, msg: str) -> None:
-        error = BatonError(ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, "the request is not valid HTTP")
+        text = "the request is not valid HTTP"
+        if self._oversized:
+            text = f"path and headers of the request exceed {self._max_head_bytes} bytes"
+        error = BatonError(ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, text)
         body = json.dumps(http_error_body(error)).encode()
         headers = {
             "content-type": "application/json",
@@ -124,7 +161,7 @@ class HttpServer:
     and then cuts them.
     """
 
-    def __init__(self, app: Starlette, *, keep_alive_s: float = 75, max_header_bytes: int = 65536) -> None:
+    def __init__(self, app: Starlette, *, keep_alive_s: float = 75, max_header_bytes: int = MAX_HEAD_BYTES) -> None:
         self._config = uvicorn.Config(
             app,
             loop="none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterable
@@ -116,10 +117,12 @@ def raw_http(data: bytes, of: str) -> Send:
         host, _, port = server.http.rpartition(":")
         with socket.create_connection((host, int(port)), CALL_LIMIT_S) as connection:
             connection.settimeout(CALL_LIMIT_S)
-            connection.sendall(data)
             answer = b""
-            while part := connection.recv(65536):
-                answer += part
+            with contextlib.suppress(ConnectionError):  # it may be refused before all is sent
+                connection.sendall(data)
+            with contextlib.suppress(ConnectionError):
+                while part := connection.recv(65536):
+                    answer += part
         head, _, body = answer.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:])

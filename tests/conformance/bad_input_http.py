@@ -123,6 +123,13 @@ HTTP_ROWS: tuple[Row, ...] = (
     Row("the body is compressed", request("POST", CHAT, b"x", headers={"Content-Encoding": "gzip"}), 41500, ("gzip",)),
     *(Row(f"{of}: no HTTP at all", raw_http(b"\x16\x03\x01\x02\x00", of), 604) for of in ("router", "prefill")),
     Row("decode: unknown version of HTTP", raw_http(b"GET /live HTTP/9.9\r\nHost: x\r\n\r\n", "decode"), 604),
+    Row("a header of 1 MiB", raw_http(b"GET /live HTTP/1.1\r\nX-A: " + b"a" * (1 << 20) + b"\r\n\r\n", "router"), 604,
+        ("65536",)),
+    Row("20,000 headers", raw_http(b"GET /live HTTP/1.1\r\n" + b"X-A: b\r\n" * 20_000 + b"\r\n", "prefill"), 604,
+        ("65536",)),
+    Row("a head that does not end", raw_http(b"GET /live HTTP/1.1\r\nX-A: " + b"a" * 400_000, "decode"), 604,
+        ("65536",)),
+    Row("a path of 1 MiB", raw_http(b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\n\r\n", "router"), 604),
     # ids and headers
     Row("the header's id has a #", request("POST", COMPLETIONS, {}, headers={"X-Request-Id": "a#b"}), 605),
     Row("the header's id is too long", request("GET", "/v1/models", headers={"X-Request-Id": "x" * 129}), 605),

@@ -20,7 +20,7 @@ from tests.conformance import refusals
 from tests.conformance.bad_input import CALL_LIMIT_S, Send, call, chat, text
 from tests.conformance.bad_input_cache_store import staged
 from tests.conformance.bad_input_grpc import ENGINE_ID, generate
-from tests.conformance.live_cluster import COMPLETIONS, CONTEXT, KEY_METADATA, MODEL, Live, frozen
+from tests.conformance.live_cluster import CHAT, COMPLETIONS, CONTEXT, KEY_METADATA, MODEL, Live, frozen
 from tests.conformance.refusals import Refusal
 from tests.integration.cluster import ServerProcess, wait_for
 from tests.integration.wire_client import generate_input, key_of
@@ -284,6 +284,45 @@ def test_good_requests_when_many_bad_ones_come_at_once_then_they_are_served(live
         statuses = list(pool.map(one, range(60)))
     assert statuses.count(200) == 12
     assert set(statuses) == {200, 400, 404}
+
+
+# -- what is ignored ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"traceparent": b"\xff\xfe", "tracestate": b"\xff"},
+        {"traceparent": "0" * 20_000},
+        {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": b"a=\xfc"},
+        {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": "a=" + "b" * 30_000},
+        {"traceparent": f"00-{'0' * 32}-{'2' * 16}-01"},
+        {"x-session-id": b"\xfc\xff"},
+        {"user-agent": "u" * 50_000, "accept": b"\xff"},
+    ],
+    ids=["no ASCII", "endless", "state without ASCII", "endless state", "zeros", "session without ASCII", "others"],
+)
+def test_headers_when_they_are_of_no_use_then_the_request_is_served_all_the_same(
+    live: Live, headers: dict[str, Any]
+) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+    for path, content in (
+        (COMPLETIONS, body),
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+    ):
+        answer = live.http.post(path, json=content, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["baton"]["path"], answer.json()["baton"]["attempts"]) == ("pd", 1)
+
+
+def test_metadata_when_it_is_of_no_use_then_the_call_is_served_all_the_same(live: Live) -> None:
+    request = generation_pb2.GenerateRequest(
+        model=MODEL, token_ids=generation_pb2.TokenIds(ids=PROMPT), sampling=common_pb2.SamplingParams(max_tokens=2)
+    )
+    stub = live.router.unary_stream("/baton.v1.Generation/Generate")
+    for extra in (("traceparent", "x" * 8000), ("traceparent", "00-a-b-c"), ("x-unknown-bin", b"\xff" * 4000)):
+        answers = list(stub(request.SerializeToString(), timeout=CALL_LIMIT_S, metadata=(*KEY_METADATA, extra)))
+        assert generation_pb2.GenerateResponse.FromString(answers[-1]).baton.attempts == 1
 
 
 # -- the API key -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from router.http.services import HttpServices
 from router.http.sse import DONE, Chunks, EventStream, Kind, encode, error_event, usage_object
 from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
+from router.trace_context import trace_context
 from router.validation import GenerationParams
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import new_request_id, valid_request_id
@@ -124,8 +125,7 @@ class _Generation:
         params.session_id = get("x-session-id", "")
         params.pin_prefill = get("x-baton-prefill", "")
         params.pin_decode = get("x-baton-decode", "")
-        params.traceparent = get("traceparent", "")
-        params.tracestate = get("tracestate", "")
+        params.traceparent, params.tracestate = trace_context(get("traceparent", ""), get("tracestate", ""))
 
     def _events(self, request: AnswerRequest) -> AsyncGenerator[TextEvent, None]:
         return answer(request, self._services.serving, self._services.tokenizer)
