@@ -23,6 +23,8 @@ from rpc.ids import RequestKey, check_request_id, split_request_key
 _SamplingField = Literal["max_tokens", "seed", "temperature", "top_p", "repetition_penalty"]
 
 MAX_LOGPROBS = 20
+# Host names, IPv4, IPv6 in brackets; none of the other schemes that gRPC knows (unix:, dns:///, …).
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.%]{2,64}\]):([0-9]{1,5})", re.ASCII)
 _ENGINE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _REQUIRED_SAMPLING: tuple[_SamplingField, ...] = (
     "max_tokens",
@@ -133,8 +135,8 @@ def read_kv_source(message: common_pb2.KvSource) -> KvSource:
         raise missing("kv_source.tp_size")
     addresses = tuple(message.cache_store_addresses)
     for address in addresses:
-        host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        found = _ADDRESS.fullmatch(address)
+        if found is None or not 0 < int(found[1]) < 65536:
             raise out_of_range("kv_source.cache_store_addresses", repr(address[:64]), "host:port")
     if message.tp_size != len(addresses):
         raise out_of_range("kv_source.tp_size", message.tp_size, f"the number of addresses, {len(addresses)}")

@@ -50,8 +50,7 @@ def to_rpc_status(error: BatonError, *, request_id: str = "", peer: str = "") ->
         "peer": peer,
     }
     extra = {clean_text(k, 64): clean_text(str(v), MAX_STATUS_BYTES) for k, v in error.metadata.items()}
-    reserved = {k: clean_text(v, 256) for k, v in reserved.items()}
-    reserved = {k: v or extra.get(k, "") for k, v in reserved.items()}
+    reserved = {k: clean_text(v or extra.get(k, ""), 256) for k, v in reserved.items()}
     extra = {k: v for k, v in extra.items() if k not in reserved and v}  # empty values say nothing
     message = _cut(error.message, MAX_MESSAGE_BYTES)
     while True:

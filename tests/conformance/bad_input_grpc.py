@@ -259,6 +259,11 @@ SERVER_ROWS: tuple[Row, ...] = (
         "kv_source.cache_store_addresses"),
     Row("decode: a port is too high", decode(source_of(cache_store_addresses=["a:99999"])), 605, ("host:port",),
         "kv_source.cache_store_addresses"),
+    *(Row(f"decode: the address is {address[:24]!r}", decode(source_of(cache_store_addresses=[address])), 605,
+          ("host:port",), "kv_source.cache_store_addresses")
+      for address in ("a b:80", "unix:/tmp/socket:80", "dns:///a:80", "127.0.0.1:80#:80", "ü:80", "[::1:80", "a:0",
+                      "x" * 5000 + ":80", "a:8٣")),
+    Row("decode: the host is unknown", decode(source_of(cache_store_addresses=["h" * 200 + ".invalid:80"])), 8212),
     Row("decode: tp_size is absent", decode(source_of(tp_size=...)), 604, (), "kv_source.tp_size"),
     Row("decode: tp_size is 0", decode(source_of(tp_size=0)), 605, ("the number of addresses",), "kv_source.tp_size"),
     Row("decode: tp_size is 2 of 1", decode(source_of(tp_size=2)), 605, (), "kv_source.tp_size"),

@@ -166,6 +166,8 @@ def test_read_key_when_id_or_key_is_wrong_then_it_is_refused(
         ({"cache_store_addresses": [":50061"]}, PARAMS, "kv_source.cache_store_addresses"),
         ({"cache_store_addresses": ["h:0"]}, PARAMS, "kv_source.cache_store_addresses"),
         ({"cache_store_addresses": ["h:65536"]}, PARAMS, "kv_source.cache_store_addresses"),
+        ({"cache_store_addresses": ["unix:/tmp/socket:80"]}, PARAMS, "kv_source.cache_store_addresses"),
+        ({"cache_store_addresses": ["a b:80"]}, PARAMS, "kv_source.cache_store_addresses"),
         ({"cache_store_addresses": ["h:1", "h:2"]}, PARAMS, "kv_source.tp_size"),
         ({"tp_size": 2}, PARAMS, "kv_source.tp_size"),
     ],

@@ -86,6 +86,16 @@ def test_status_is_never_larger_than_its_limit(metadata: dict[str, str], message
     assert parsed.code is ErrorCode.LOAD_KV_CACHE_FAILED
 
 
+@pytest.mark.parametrize("key", ["peer", "stage", "param", "request_id", "code"])
+def test_status_when_the_metadata_has_an_endless_value_of_a_known_key_then_it_is_cut(key: str) -> None:
+    error = BatonError(ErrorCode.LOAD_KV_CACHE_FAILED, "m", metadata={key: "ü" * 50_000, "cause": "x"})
+    status = to_rpc_status(error)
+    assert status.ByteSize() <= MAX_STATUS_BYTES
+    parsed = parse_status(status.SerializeToString())
+    assert parsed is not None
+    assert (parsed.code, parsed.metadata["cause"]) == (ErrorCode.LOAD_KV_CACHE_FAILED, "x")
+
+
 def test_trimming_shortens_the_longest_value_and_keeps_the_short_ones() -> None:
     error = BatonError(ErrorCode.INCOMPATIBLE_PEER, "m", metadata={"long": "é" * 5000, "cause": "8302"})
     parsed = parse_status(to_rpc_status(error).SerializeToString())
