@@ -106,7 +106,7 @@ def show_transfer(page: Page, rounds: int) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode != 0:
             raise MeasurementFailed(f"bench.kv_transfer ended with status {ended.returncode}: {ended.stderr[-300:]}")
-        rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
+        rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())["rows"]
     page.line(f"\n## KV transfer of {TRANSFER_TOKENS} tokens over loopback gRPC\n")
     for name, variant in (
         ("checksum of every piece (the default)", "all"),
