@@ -97,19 +97,21 @@ class Process:
         ]
 
     def _read_stdout(self, stream: IO[bytes], listening: threading.Event) -> None:
-        for line in stream:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict) and message.get("event") == "ready":
-                    self.ready = message
-                    listening.set()
+        with stream:
+            for line in stream:
+                with contextlib.suppress(ValueError):
+                    message = json.loads(line)
+                    if isinstance(message, dict) and message.get("event") == "ready":
+                        self.ready = message
+                        listening.set()
 
     def _read_stderr(self, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            self._tail.append(line)
-            if self._log is not None:
-                self._log(f"{self.name}: {line}")
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                self._tail.append(line)
+                if self._log is not None:
+                    self._log(f"{self.name}: {line}")
 
     @property
     def listening(self) -> bool:
