@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -58,6 +58,7 @@ class Runner(Protocol):
     groups: list[KvGroupInfo]
 
     def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult: ...
+    def wipe(self, group: str, blocks: Sequence[int]) -> None: ...
 
 
 class EngineCore:
@@ -88,7 +89,7 @@ class EngineCore:
         self.agent = agent
         self.time = StepTime(clock)
         self.kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
-        self.transfer = AgentTransfer(agent, runner.groups, vocab_size)
+        self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time)
         self.stopping = False
         self._seq = 0
@@ -142,6 +143,9 @@ class EngineCore:
                 raise EngineUnusable(failure) from error
             return True
         ended = self.time.refresh()
+        for row, outcome in zip(plan.rows, result.rows, strict=True):
+            if outcome.failure is not None:
+                _log.error("a step of %d requests failed for %s: %s", len(plan.rows), row.request_key, outcome.failure)
         scheduler.book(plan, result)
         news, kind = scheduler.news, plan.kind
         news.sample("baton_engine_step_seconds", ended - began, kind=kind)

@@ -136,10 +136,17 @@ def _logprob_from_wire(value: common_pb2.TokenLogprob) -> TokenLogprob:
 
 
 class AgentTransfer:
-    """`scheduler.Transfer` on a cache-store agent."""
+    """`scheduler.Transfer` on a cache-store agent. `wipe(group, blocks)` zeroes blocks of the pool."""
 
-    def __init__(self, agent: CacheStoreAgent, groups: Sequence[KvGroupInfo], vocab_size: int) -> None:
+    def __init__(
+        self,
+        agent: CacheStoreAgent,
+        groups: Sequence[KvGroupInfo],
+        vocab_size: int,
+        wipe: Callable[[str, Sequence[int]], None],
+    ) -> None:
         self.agent = agent
+        self._wipe_blocks = wipe
         self._block_sizes = {group.tag: group.block_size for group in groups}
         self._vocab_size = vocab_size
 
@@ -225,6 +232,8 @@ class AgentTransfer:
                         event.events,
                     )
                 case LoadFailed():
+                    if event.error.code is ErrorCode.EXECUTION_EXCEPTION:
+                        self._wipe(scheduler.loading.get(event.request_key) or scheduler.leaving.get(event.request_key))
                     error = event.error.with_context(delivered=str(event.delivered), missing=str(event.missing))
                     scheduler.load_failed(event.request_key, error, event.retriable_here, event.events)
                 case LeaseEnded():
@@ -238,6 +247,13 @@ class AgentTransfer:
                         event.held_seconds,
                         event.events,
                     )
+
+    def _wipe(self, request: Request | None) -> None:
+        """What was received of a prompt whose computation failed may hold NaN, see `ModelRunner.wipe`."""
+        if request is None or request.allocation is None:
+            return
+        for tag, held in request.allocation.groups.items():
+            self._wipe_blocks(tag, held.blocks[slice(*held.receiving)])
 
     def _read(self, event: LoadDone, request: Request | None) -> Answer | BatonError:
         try:

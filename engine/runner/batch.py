@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.messages import PromptLogprob, TokenLogprob
+from rpc.errors import BatonError
 
 if TYPE_CHECKING:
     from engine.sampling.row import SamplingRow
@@ -35,6 +36,7 @@ class StepBatch:
 @dataclass(slots=True)
 class RowResult:
     token_id: int | None = None  # the sampled token
+    failure: BatonError | None = None  # what this row computed cannot be used; the others are not concerned
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)

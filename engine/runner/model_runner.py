@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.models.step import ForwardStep
 from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
 from engine.runner.inputs import StepInputs, build_inputs, check_batch
 from engine.sampling import prompt_logprobs, sample
+from rpc.errors import BatonError, ErrorCode
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
 _PROMPT_LOGPROB_ROWS = 64  # logits made at a time for prompt log-probabilities, to bound their memory
@@ -93,7 +94,8 @@ class ModelRunner:
         """Compute the batch's tokens, write their KV and sample where asked.
 
         on_layer(group tag, layer) is called as soon as that layer's KV of all rows is in the pool.
-        Raises ValueError for a batch that points outside its blocks; the pool is then untouched.
+        A row whose numbers are not finite has a `failure` in its result; the others are not concerned. Raises
+        ValueError for a batch that points outside its blocks; the pool is then untouched.
         """
         begin = time.perf_counter()
         inputs = build_inputs(batch, self.device)
@@ -108,10 +110,17 @@ class ModelRunner:
             tokens = sample(logits, [batch.rows[index].sampling for index in inputs.sampled_rows])
             for index, token in zip(inputs.sampled_rows, tokens, strict=True):
                 results[index].token_id = token.token_id
+                results[index].failure = token.failure
                 results[index].logprob = token.logprob
                 results[index].top_logprobs = token.top_logprobs
+        self._check_chunks(batch, inputs, hidden, results)
+        for row, result in zip(batch.rows, results, strict=True):
+            if result.failure is not None:
+                end = row.start + len(row.token_ids)
+                written = row.block_table[row.start // self.block_size : -(-end // self.block_size)]
+                self.wipe(FULL_GROUP, written)
         for row, result, first in zip(batch.rows, results, inputs.first_token, strict=True):
-            if row.prompt_logprobs_from >= 0:
+            if row.prompt_logprobs_from >= 0 and result.failure is None:
                 own = hidden[first : first + len(row.token_ids)]
                 result.prompt_logprobs = self._prompt_logprobs(row, own)
         return StepResult(results, forwarded - begin, time.perf_counter() - forwarded)
@@ -131,6 +140,34 @@ class ModelRunner:
             on_layer=None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer),
         )
         return self.model.forward(inputs.token_ids, step)
+
+    @staticmethod
+    def _check_chunks(batch: StepBatch, inputs: StepInputs, hidden: torch.Tensor, results: Sequence[RowResult]) -> None:
+        """Fails the rows without logits whose last hidden state is not finite.
+
+        Every token of a chunk reaches its last one through attention, so KV that is not finite shows there, before
+        its blocks enter the prefix cache. hidden: [tokens, hidden].
+        """
+        chunks = [i for i, row in enumerate(batch.rows) if not row.sample]
+        if not chunks:
+            return
+        lasts = [inputs.first_token[i] + len(batch.rows[i].token_ids) - 1 for i in chunks]
+        finite = torch.isfinite(hidden[lasts]).all(dim=-1).tolist()
+        for i, usable in zip(chunks, finite, strict=True):
+            if not usable:
+                results[i].failure = BatonError(
+                    ErrorCode.EXECUTION_EXCEPTION,
+                    "the model's hidden states are not finite; send the request again",
+                    metadata={"cause": "hidden_states_not_finite"},
+                )
+
+    @torch.inference_mode()
+    def wipe(self, group: str, blocks: Sequence[int]) -> None:
+        """Zeroes blocks that may hold NaN. Attention masks the free slots of a block by their scores, and NaN is
+        stronger than any mask: left there, it would reach the next request that gets the block."""
+        if blocks:
+            for pool in self.kv_layers[group]:
+                pool[list(blocks)] = 0
 
     def _prompt_logprobs(self, row: BatchRow, hidden: torch.Tensor) -> list[PromptLogprob]:
         """Log-probabilities of the prompt tokens after this row's. hidden: [tokens of the row, hidden]."""

@@ -50,7 +50,7 @@ def draw(logits: _Floats, params: Sequence[SamplingParams], uniforms: NDArray[np
             adjacent = slab[-1] - slab[0] == len(slab) - 1
             part = logits[slab[0] : slab[-1] + 1] if adjacent else logits[slab]
             tokens[slab] = choose(_Rows.of(part, [params[i] for i in slab]), uniforms[slab])
-    np.minimum(tokens, vocab - 1, out=tokens)  # matters only when the logits held NaN
+    np.minimum(tokens, vocab - 1, out=tokens)  # matters only for rows of NaN, whose token nobody uses
     return tokens
 
 

@@ -45,9 +45,7 @@ def _slab_logprobs(
     tops = _most_likely(logits, offsets, counts)
     return [
         (TokenLogprob(token_id, logprob, rank), top)
-        for token_id, logprob, rank, top in zip(
-            ids.tolist(), logprobs.tolist(), ranks.tolist(), tops, strict=True
-        )
+        for token_id, logprob, rank, top in zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), tops, strict=True)
     ]
 
 
@@ -74,9 +72,7 @@ def _most_likely(
     return tops
 
 
-def prompt_logprobs(
-    logits: torch.Tensor, next_ids: Sequence[int], first_position: int, k: int
-) -> list[PromptLogprob]:
+def prompt_logprobs(logits: torch.Tensor, next_ids: Sequence[int], first_position: int, k: int) -> list[PromptLogprob]:
     """Log-probabilities of prompt tokens given the tokens before them.
 
     logits: [n, vocab], row i computed at position first_position - 1 + i; next_ids[i]: the prompt token that

@@ -32,9 +32,7 @@ def _add_bias(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> None:
 
 def _mask_stop_tokens(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> None:
     masked = [
-        (i, [*row.eos_token_ids, *row.params.stop_token_ids])
-        for i, row in enumerate(rows)
-        if row.masks_stop_tokens
+        (i, [*row.eos_token_ids, *row.params.stop_token_ids]) for i, row in enumerate(rows) if row.masks_stop_tokens
     ]
     if masked:
         at, _ = _places(masked, logits.shape[1])
@@ -73,9 +71,7 @@ def _penalize_output(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -
         logits.reshape(-1)[at] -= frequency * counts.astype(np.float32) + presence
 
 
-def _places(
-    named: Sequence[tuple[int, Sequence[int]]], vocab: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _places(named: Sequence[tuple[int, Sequence[int]]], vocab: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Where the logits of (row, token ids) pairs lie in the flattened logits.
 
     Returns the offsets of the ids that are in the vocabulary, and of all ids whether they are.

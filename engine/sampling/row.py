@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.messages import SamplingParams, TokenLogprob
+from rpc.errors import BatonError
 
 
 @dataclass(slots=True)
@@ -41,6 +42,9 @@ class SamplingRow:
 
 @dataclass(slots=True)
 class SampledToken:
-    token_id: int
-    logprob: TokenLogprob | None  # set when the row asked for log-probabilities
-    top_logprobs: tuple[TokenLogprob, ...]  # most likely first; ties in id order
+    """The token of one row; exactly one of `token_id` and `failure` is set."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None  # set when the row asked for log-probabilities
+    top_logprobs: tuple[TokenLogprob, ...] = ()  # most likely first; ties in id order
+    failure: BatonError | None = None  # why no token can be drawn from these logits

@@ -13,6 +13,7 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.processors import apply_processors
 from engine.sampling.row import SampledToken, SamplingRow
+from rpc.errors import BatonError, ErrorCode
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
@@ -24,6 +25,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     Log-probabilities are those of the raw logits. A row's result depends only on its own logits and its
     SamplingRow: neither on the batch around it nor on any global random state, which is neither read nor
     advanced.
+
+    A row whose logits hold NaN or an infinite maximum gets EXECUTION_EXCEPTION in place of a token, one whose
+    every token is masked gets INVALID_PARAMS: such a row has no likeliest token, and any other would be a guess.
 
     The arithmetic runs on the host in one thread: for a few rows of vocabulary it takes less than waking
     other threads does, and the result does not depend on their number. Logits on another device are copied.
@@ -41,7 +45,40 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         apply_processors(processed, rows)
     with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinite logits concern their own row only
         token_ids = _choose(processed, rows)
-        return _with_logprobs(raw, rows, token_ids)
+        results = [
+            SampledToken(token_id) if failure is None else SampledToken(None, failure=failure)
+            for token_id, failure in zip(token_ids, _failures(raw, processed, rows, token_ids), strict=True)
+        ]
+        _add_logprobs(raw, rows, results)
+    return results
+
+
+def _failures(
+    raw: NDArray[np.float32], processed: NDArray[np.float32], rows: Sequence[SamplingRow], token_ids: Sequence[int]
+) -> list[BatonError | None]:
+    """Per row why it has no token. Both argmax and max answer NaN where there is one, so the peak shows it."""
+    peaks = [
+        logits[token] if row.greedy else logits.max()
+        for logits, row, token in zip(processed, rows, token_ids, strict=True)
+    ]
+    finite = np.isfinite(peaks)
+    if finite.all():
+        return [None] * len(rows)
+    return [None if usable else _unusable(raw[i]) for i, usable in enumerate(finite)]
+
+
+def _unusable(raw: NDArray[np.float32]) -> BatonError:
+    if np.isfinite(raw.max()):
+        return BatonError(
+            ErrorCode.INVALID_PARAMS,
+            "min_tokens leaves no token to draw: every token of the vocabulary is a stop token; lower it",
+            param="min_tokens",
+        )
+    return BatonError(
+        ErrorCode.EXECUTION_EXCEPTION,
+        "the model's logits are not finite; send the request again",
+        metadata={"cause": "logits_not_finite"},
+    )
 
 
 def _choose(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[int]:
@@ -59,16 +96,15 @@ def _choose(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[in
     return [int(token) for token in token_ids]
 
 
-def _with_logprobs(
-    raw: NDArray[np.float32], rows: Sequence[SamplingRow], token_ids: Sequence[int]
-) -> list[SampledToken]:
-    results = [SampledToken(token_id, None, ()) for token_id in token_ids]
-    asking = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
-    if asking:
-        logits = raw if len(asking) == len(rows) else raw[asking]
-        found = token_logprobs(
-            logits, [token_ids[i] for i in asking], [rows[i].params.logprobs for i in asking]
-        )
-        for i, (own, top) in zip(asking, found, strict=True):
-            results[i].logprob, results[i].top_logprobs = own, top
-    return results
+def _add_logprobs(raw: NDArray[np.float32], rows: Sequence[SamplingRow], results: Sequence[SampledToken]) -> None:
+    asking = [
+        (i, token_id)
+        for i, (row, result) in enumerate(zip(rows, results, strict=True))
+        if row.params.logprobs >= 0 and (token_id := result.token_id) is not None
+    ]
+    if not asking:
+        return
+    logits = raw if len(asking) == len(rows) else raw[[i for i, _ in asking]]
+    found = token_logprobs(logits, [token for _, token in asking], [rows[i].params.logprobs for i, _ in asking])
+    for (i, _), (own, top) in zip(asking, found, strict=True):
+        results[i].logprob, results[i].top_logprobs = own, top

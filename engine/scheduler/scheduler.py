@@ -203,9 +203,13 @@ class Scheduler:
         return self.batcher.form()
 
     def book(self, plan: StepPlan, result: StepResult) -> None:
-        """The step has been executed: its KV is complete, its tokens are final."""
+        """The step has been executed: its KV is complete, its tokens are final. A row that failed ends its request."""
         ended = self.time.now
         for request, row, outcome in zip(plan.requests, plan.rows, result.rows, strict=True):
+            if outcome.failure is not None:
+                # Before anything of it is booked: what was computed must not enter the prefix cache.
+                self._fail(request, outcome.failure)
+                continue
             request.computed = row.start + len(row.token_ids)
             if outcome.prompt_logprobs:
                 request.prompt_logprobs = (request.prompt_logprobs or []) + outcome.prompt_logprobs

@@ -123,6 +123,7 @@ class ScriptedEngine:
         self.counts: dict[str, float] = {}
         self.fail_next: BatonError | None = None
         self.scripted: dict[tuple[str, int], int] = {}  # (key, index) -> token to sample instead
+        self.broken: set[str] = set()  # keys whose rows come out of the model unusable
         self.plans: list[list[tuple[str, int, int]]] = []
 
     # -- driving --------------------------------------------------------------------------------------------
@@ -219,7 +220,9 @@ class ScriptedEngine:
             found = [self.pool[(row.block_table[i // size], i % size)] for i in range(end)]
             assert found == request.tokens[:end], f"{request.key}: wrong KV"
             result = RowResult()
-            if row.sample:
+            if request.key in self.broken:
+                result.failure = BatonError(ErrorCode.EXECUTION_EXCEPTION, "not finite")
+            elif row.sample:
                 assert row.sampling is not None
                 assert row.sampling.token_index == len(request.outputs)
                 scripted = self.scripted.get((request.key, len(request.outputs)))

@@ -4,6 +4,7 @@ import time
 
 import msgspec
 import pytest
+import torch
 
 from engine.core import EngineUnusable
 from engine.messages import EngineEnvelope, FinishReason, FrontMessage, RunMode
@@ -340,6 +341,24 @@ def test_stats_when_requests_are_open_then_they_count_them():
         codes = {engine.last(key).error.code for key in "ab"}
         assert codes == {int(ErrorCode.SERVER_DRAINING)}
         assert isinstance(BatonError(ErrorCode.SERVER_DRAINING), BatonError)
+
+
+def test_handover_when_the_prompt_comes_out_not_finite_then_it_fails_and_no_later_request_gets_any_of_it(reference):
+    with pair(prefill={"max_num_batched_tokens": 16}) as (p, d):
+        norm = p.core.runner.model.layers[1].attention_norm
+        good, norm.weight = norm.weight, torch.full_like(norm.weight, torch.nan)
+        d.add("a#0.00000000", PROMPT, RunMode.DECODE, source=p.source, max_tokens=16)
+        p.add("a#0.00000000", PROMPT, RunMode.PREFILL, max_tokens=16)
+        run_until([d, p], lambda: d.ended("a#0.00000000") and p.ended("a#0.00000000") and p.clean())
+        error = p.last("a#0.00000000").error
+        assert (error.code, error.stage) == (ErrorCode.EXECUTION_EXCEPTION, "compute")
+        assert error.metadata["cause"] == "hidden_states_not_finite"
+        assert d.tokens("a#0.00000000") == reference  # it computes the prompt itself
+        for engine in (p, d):
+            assert all(torch.isfinite(pool).all() for pool in engine.core.runner.kv_layers["full"])
+        norm.weight = good
+        assert serve(p, d, "b#0.00000000", PROMPT, max_tokens=16) == reference
+        assert p.cached_tokens("b#0.00000000") == 0
 
 
 def test_graph_status_when_the_feature_is_on_without_graphs_then_every_answer_says_that_it_is_disabled():

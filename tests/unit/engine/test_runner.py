@@ -15,6 +15,7 @@ from engine.messages import SamplingParams
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
+from rpc.errors import ErrorCode
 from tests.unit.engine.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
 BLOCK = 16
@@ -163,6 +164,31 @@ def test_prompt_logprobs_when_prompt_comes_in_chunks_then_equal_log_softmax_of_t
     expected = [float(logprobs[p - 1, prompt[p]]) for p in range(1, 150)]
     assert [entry.logprob.logprob for entry in found] == pytest.approx(expected, abs=1e-4)
     assert [entry.top_logprobs[0].token_id for entry in found] == logprobs[:-1].argmax(-1).tolist()
+
+
+def test_rows_when_their_numbers_are_not_finite_then_they_fail_alone_and_leave_clean_blocks() -> None:
+    runner, prompt = new_runner(), random_prompt(20, 5)
+    generated = generate(new_runner(), [prompt], count=4, chunk=64)[0]
+    runner.execute(StepBatch([BatchRow("p", prompt[:-1], 0, [1, 2], False)]))
+    clean = runner.execute(StepBatch([sampled("p", prompt[-1:], 19, [1, 2])])).rows[0]
+    assert clean.token_id == generated[0]
+    for block in (5, 7):  # what two other requests computed before
+        runner.kv_layers[FULL_GROUP][1][block] = torch.nan
+    batch = StepBatch(
+        [
+            sampled("decode", [3], 17, [5, 6], sampling=greedy(logprobs=2)),
+            sampled("good", generated[:1], 20, [1, 2]),
+            BatchRow("chunk", random_prompt(20), 16, [7, 8, 9], False, prompt_logprobs_from=17, prompt_next_ids=[1]),
+        ]
+    )
+    decode, good, chunk = runner.execute(batch).rows
+    assert (good.token_id, good.failure) == (generated[1], None)
+    for row in (decode, chunk):
+        assert row.failure.code is ErrorCode.EXECUTION_EXCEPTION
+        assert (row.token_id, row.logprob, row.prompt_logprobs) == (None, None, [])
+    for pool in runner.kv_layers[FULL_GROUP]:
+        assert torch.isfinite(pool[[6, 8, 9]]).all()
+    assert generate(runner, [prompt], count=4, chunk=64) == [generated]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from engine.messages import SamplingParams
 from engine.sampling import SamplingRow, sample
 from engine.sampling.philox import uniforms
+from rpc.errors import ErrorCode
 
 
 def row_of(index: int = 0, prompt=(), output=(), eos=(), **params) -> SamplingRow:
@@ -241,11 +242,25 @@ def test_sample_of_no_rows_gives_no_tokens():
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 4}, {"temperature": 0.0}, {"logprobs": 2}])
-def test_nan_logits_in_one_row_leave_the_others_alone_and_give_an_id_of_the_vocabulary(params):
+@pytest.mark.parametrize("broken", [slice(None), 0, 299], ids=["all", "first", "last"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_when_one_row_is_not_finite_then_it_fails_and_the_others_are_left_alone(params, broken, value):
     logits = logits_of(3, 300)
     rows = [row_of(i, seed=i, **params) for i in range(3)]
     good = sample(logits, rows)
-    logits[1] = float("nan")
+    logits[1, broken] = value
     found = sample(logits, rows)
     assert [found[0], found[2]] == [good[0], good[2]]
-    assert 0 <= found[1].token_id < 300
+    assert found[1].token_id is None
+    assert (found[1].logprob, found[1].top_logprobs) == (None, ())
+    assert found[1].failure.code is ErrorCode.EXECUTION_EXCEPTION
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_when_they_mask_the_whole_vocabulary_then_the_row_fails_naming_them(temperature):
+    rows = [row_of(temperature=temperature, min_tokens=2, stop_token_ids=tuple(range(10))), row_of(seed=3)]
+    masked, free = sample(logits_of(2, 10), rows)
+    assert (masked.failure.code, masked.failure.param) == (ErrorCode.INVALID_PARAMS, "min_tokens")
+    assert masked.token_id is None
+    assert free.failure is None
+    assert 0 <= free.token_id < 10

@@ -62,9 +62,7 @@ def test_logprobs_when_only_some_rows_ask_come_for_those_rows():
 def test_top_logprobs_when_logits_are_equal_are_in_id_order():
     logits = torch.zeros(1, VOCAB)
     logits[0, 400] = 1.0
-    row = SamplingRow(
-        SamplingParams(max_tokens=9, temperature=0.0, logprobs=4, logit_bias={9: 5.0}), 0, [], [], []
-    )
+    row = SamplingRow(SamplingParams(max_tokens=9, temperature=0.0, logprobs=4, logit_bias={9: 5.0}), 0, [], [], [])
     sampled = sample(logits, [row])[0]
     assert [(top.token_id, top.rank) for top in sampled.top_logprobs] == [(400, 1), (0, 2), (1, 3), (2, 4)]
     assert sampled.logprob is not None

@@ -30,9 +30,7 @@ def slow_processed(logits: list[float], row: SamplingRow) -> list[float]:
             values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
         count = list(row.output_token_ids).count(token)
         if count and (p.frequency_penalty or p.presence_penalty):
-            values[token] -= np.float32(p.frequency_penalty) * np.float32(count) + np.float32(
-                p.presence_penalty
-            )
+            values[token] -= np.float32(p.frequency_penalty) * np.float32(count) + np.float32(p.presence_penalty)
     return [float(value) for value in values]
 
 
@@ -59,9 +57,7 @@ def test_processors_of_mixed_rows_equal_the_slow_reference():
     logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     processed = logits.numpy().copy()
     apply_processors(processed, rows)
-    expected = np.array(
-        [slow_processed(values, row) for values, row in zip(logits.tolist(), rows, strict=True)]
-    )
+    expected = np.array([slow_processed(values, row) for values, row in zip(logits.tolist(), rows, strict=True)])
     np.testing.assert_allclose(processed, expected, rtol=1e-6)
     greedy = [sampled.token_id for sampled in sample(logits, rows)]
     assert greedy == processed.argmax(axis=1).tolist()

@@ -344,6 +344,38 @@ def test_prefix_when_a_step_fails_then_its_blocks_are_not_cached():
     assert engine.tokens("b") == continuation(PROMPT, 8)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 4], ids=["whole prompt", "second chunk", "last chunk", "decoding"])
+def test_row_when_the_model_gives_it_nothing_usable_then_its_request_alone_fails_and_nothing_of_it_is_cached(steps):
+    engine = ScriptedEngine(num_blocks=40, max_num_batched_tokens=5 if steps else 64)
+    engine.add("bad", PROMPT, max_tokens=20)
+    for _ in range(steps):
+        engine.step()
+    engine.broken.add("bad")
+    engine.add("good", PROMPT[::-1], max_tokens=6)
+    computed = engine.plans[-1][0][1] + engine.plans[-1][0][2] if steps else 0
+    engine.run()
+    assert engine.error("bad") is ErrorCode.EXECUTION_EXCEPTION
+    assert engine.last("bad").error.stage == ("generate" if steps == 4 else "compute")
+    assert engine.tokens("good") == continuation(PROMPT[::-1], 6)
+    engine.assert_clean()
+    engine.add("again", PROMPT, max_tokens=6)
+    engine.run()
+    assert engine.outputs["again"][0].prefill.cached_tokens == min(computed, len(PROMPT) - 1) // 4 * 4
+    assert engine.tokens("again") == continuation(PROMPT, 6)
+
+
+def test_row_when_it_fails_on_a_prefill_server_then_loads_of_its_kv_end_with_the_same_code():
+    engine = ScriptedEngine()
+    engine.broken.add("a")
+    engine.add("a", PROMPT, RunMode.PREFILL)
+    engine.run()
+    assert engine.error("a") is ErrorCode.EXECUTION_EXCEPTION
+    assert engine.transfer.names("a") == ["admit", "fail"]
+    assert engine.transfer.errors["a"].code is ErrorCode.EXECUTION_EXCEPTION
+    engine.lease_ended("a", "aborted")
+    engine.assert_clean()
+
+
 # -- times ------------------------------------------------------------------------------------------------------
 
 
