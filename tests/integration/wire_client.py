@@ -205,6 +205,4 @@ class Pair:
 
 
 def statuses(client: Client, interval_s: float) -> Iterator[worker_pb2.WorkerStatus]:
-    return client.worker.WatchStatus(
-        worker_pb2.WatchStatusRequest(interval_seconds=interval_s), timeout=TIMEOUT_S
-    )
+    return client.worker.WatchStatus(worker_pb2.WatchStatusRequest(interval_seconds=interval_s), timeout=TIMEOUT_S)
