@@ -105,7 +105,7 @@ async def read_status(base_url: str, api_key: str = "") -> ClusterStatus:
         ready=bool(waiting.get("ready")),
         reasons=[str(reason) for reason in waiting.get("reasons", [])],
         models=[str(model["id"]) for model in _json(models, base_url).get("data", [])],
-        inflight=figures.get("in_flight"),
+        inflight=figures.get("inflight"),
         queued=figures.get("queued"),
     )
     # Without the router's key: it is for the router alone.
@@ -146,7 +146,16 @@ async def _read_server(client: httpx.AsyncClient, line: Mapping[str, Any]) -> Se
     try:
         response = await client.get(f"http://{server.http_address}/debug/ledger")
         response.raise_for_status()
-        return dataclasses.replace(server, ledger=_ledgers(response.json()))
+        page = response.json()
+        # Fresher than what the router was last told.
+        [rank, *_] = page["ranks"]
+        return dataclasses.replace(
+            server,
+            running=int(rank["running_requests"]),
+            waiting=int(rank["waiting_requests"]),
+            loading=int(rank["loading_requests"]),
+            ledger=_ledgers(page),
+        )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         reason = f"{server.http_address}/debug/ledger: {str(error) or type(error).__name__}"
         return dataclasses.replace(server, ledger_error=reason)

@@ -18,6 +18,9 @@ LEDGER = {
     "ranks": [
         {
             "rank": 0,
+            "running_requests": 2,
+            "waiting_requests": 3,
+            "loading_requests": 0,
             "groups": [
                 {
                     "group": "full",
@@ -64,7 +67,7 @@ def router() -> Iterator[SseServer]:
         "/version": b'{"version": "1.2"}',
         "/ready": b'{"ready": true, "reasons": []}',
         "/v1/models": b'{"data": [{"id": "m"}]}',
-        "/load": b'{"in_flight": 6, "queued": 1}',
+        "/load": b'{"inflight": 6, "queued": 1}',
     }
     with in_thread(SseServer([], pages=pages)) as running:
         yield running
@@ -88,7 +91,9 @@ def test_json_when_all_answer_then_router_servers_and_ledgers(
     assert status["router"] == {"url": router.url, **expected}
     [found] = status["servers"]
     assert (found["role"], found["address"], found["state"]) == ("decode", "127.0.0.1:50052", "ready")
-    assert (found["inflight"], found["running"], found["waiting"], found["loading"]) == (2, 1, 4, 5)
+    assert (found["inflight"], found["running"], found["waiting"], found["loading"]) == (2, 2, 3, 0), (
+        "the server's own figures are fresher"
+    )
     [ledger] = found["ledger"]
     assert (ledger["rank"], ledger["group"]) == (0, "full")
     assert ledger["blocks"]["free"] == 60
@@ -108,6 +113,7 @@ def test_json_when_a_server_does_not_answer_then_the_others_are_shown_and_it_say
     first, second, third = shown(capsys)["servers"]
     assert dead in first["ledger_error"]
     assert first["reasons"] == ["does not answer"]
+    assert (first["running"], first["waiting"], first["loading"]) == (1, 4, 5), "what the router was told last"
     assert second["ledger_error"]
     assert second["running"] is None
     assert third["ledger"][0]["blocks"]["total"] == 100
@@ -130,10 +136,10 @@ async def test_tables_when_rendered_then_every_server_with_load_and_blocks(
     assert any("ready" in line and "in flight 6, queued 1" in line for line in lines)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│ 10.0" in line or "10.0.0" in line]
     assert rows[0] == [
-        *("prefill", "10.0.0.1:50051", "draining", "2", "1", "4", "5", "1h02m"),
+        *("prefill", "10.0.0.1:50051", "draining", "2", "2", "3", "0", "1h02m"),
         "is shutting down; breaker half-open",
     ]
-    assert rows[1][:8] == ["decode", "10.0.0.2:50052", "ready", "2", "1", "4", "5", "1h02m"]
+    assert rows[1][:8] == ["decode", "10.0.0.2:50052", "ready", "2", "2", "3", "0", "1h02m"]
     assert rows[2] == ["prefill", "10.0.0.1:50051", "full", "100", "60", "30", "7", "0", "3", "0", "0"]
 
 
