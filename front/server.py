@@ -412,7 +412,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 async def serve(role: ServedRole, settings: FrontSettings, config: EngineConfig) -> int:
-    """The main coroutine of a server process. Raises SystemExit with one line for settings that cannot work together."""
+    """The main coroutine of a server process. Raises SystemExit with one line when settings do not go together."""
     try:
         config.check()
     except BatonError as error:
