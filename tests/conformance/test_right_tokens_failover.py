@@ -54,13 +54,15 @@ def counter(server: ServerProcess, name: str, **labels: str) -> float:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two pairs. The first servers fail once each, at the answer of a prompt and at a reservation; the second prefill
-    server fails in the middle of sending KV. Decoding is slow, so that there is a middle of an answer."""
+    server fails in the middle of sending KV: of one load twice, so that its prompt is computed by the decode server,
+    and of another one once. Decoding is slow, so that there is a middle of an answer."""
     slow = "engine.step:delay=0.005,kind=decode"
     with Cluster(0, 0, model=tiny_model("llama"), router=False, prefill_flags=FLAGS, decode_flags=FLAGS) as running:
         # Its first step takes long, so that the failed reservation is what ends the first attempt.
         late = "engine.step:delay=1.5,kind=prefill,times=1"
         running.start_prefill(env={"BATON_FAULTS": f"prefill.answer:raise=EXECUTION_EXCEPTION,times=1;{late}"})
-        running.start_prefill(env={"BATON_FAULTS": "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,nth=5"})
+        breaks = ";".join(f"cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,nth={nth}" for nth in (5, 6, 40))
+        running.start_prefill(env={"BATON_FAULTS": breaks})
         running.start_decode(env={"BATON_FAULTS": f"decode.reserved:raise=EXECUTION_EXCEPTION,times=1;{slow}"})
         running.start_decode(env={"BATON_FAULTS": slow})
         for server in running.servers:
@@ -85,8 +87,11 @@ def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transfor
     for role in ("prefill", "decode"):
         lines = [line for line in router.metrics().splitlines() if line.startswith("baton_retries_total")]
         assert counter(router, "baton_retries_total", role=role, code="EXECUTION_EXCEPTION") == 1, (role, lines)
-    # The failed load was repeated by the decode server itself, or its prompt computed there.
-    assert sum(counter(decode, "baton_stage_retries_total", stage="load") for decode in decodes) >= 1
+    # Both failed loads were repeated by the decode server itself, and the one that failed again was computed there.
+    assert sum(counter(decode, "baton_stage_retries_total", stage="load") for decode in decodes) == 2
+    records = [record for decode in decodes for record in decode.requests()["finished"] if record["mode"] == "decode"]
+    recomputed = [record for record in records if {"load", "compute"} <= set(record["stages"])]
+    assert len(recomputed) == 1, recomputed
     assert counter(router, "baton_migrations_total", result="ok") == 0
     cluster.assert_clean_ledgers()
 
