@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ from bench.backends import BatonGrpc, OpenAiCompletions, Target
 from bench.datasets import Prompt
 from bench.results import RequestResult
 from bench.router_facts import first_model
-from cli.launch import Launcher
+from cli.launch import SHARED_CORES, Launcher
 
 STEPS = 48  # decoded tokens per stream and round
 FIRST_TOKENS = 4  # requests per round whose first token is timed
@@ -91,6 +92,7 @@ class Baseline:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={**SHARED_CORES, **os.environ},  # waits for its threads as Baton's engines do
             text=True,
         )
 
