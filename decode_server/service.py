@@ -56,7 +56,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def _write_events(self, scope: RequestScope, stream: RequestStream, context: Context) -> None:
         request = scope.request
-        local = request.mode is RunMode.LOCAL
         last: RequestOutput | None = None
         async for output in stream:
             scope.note(output)
@@ -68,7 +67,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 await context.write(decode_pb2.DecodeEvent(loaded=loaded))
             if output.tokens:
                 tokens = decode_pb2.Tokens(tokens=[token_output(token) for token in output.tokens])
-                if local and output.prefill is not None:
+                if output.prefill is not None and not output.loaded:  # the prompt was computed here
                     tokens.prefill.CopyFrom(_prefill_of(output))
                 await context.write(decode_pb2.DecodeEvent(tokens=tokens))
             last = output

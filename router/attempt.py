@@ -4,8 +4,9 @@ Disaggregated: the decode leg and the prefill leg are opened together under one 
 and pulls the KV while the prompt is computed; the first token goes out as soon as the prefill server answers (or the
 decode server says that its load is complete), the rest as the decode server streams it. Alone: one leg does it all.
 
-Whose failure ends the attempt: any, until the decode server has loaded; after that only the decode server's, because
-the prefill server has done its part. Ending it closes every leg that is open and frees what is staged.
+Whose failure ends the attempt: any, until the decode server generates (it has loaded, or it has computed the prompt
+itself because a load failed); after that only the decode server's, because the prefill server has done its part. Ending
+it closes every leg that is open and frees what is staged.
 """
 
 from __future__ import annotations
@@ -351,18 +352,17 @@ class Attempt:
         if kind == "tokens":
             leg.generating = True
             self._note_first_decode_token(event.tokens)
-            if self.choice.prefill is None and not self._summarized:
-                if not event.tokens.HasField("prefill"):
-                    raise breach("a first token without its prefill result")
+            if event.tokens.HasField("prefill") and not self._summarized:
                 self._summarize(event.tokens.prefill, event.tokens.tokens)
+            elif self.choice.prefill is None and not self._summarized:
+                raise breach("a first token without its prefill result")
             else:
                 self._emit(self._merge.add(event.tokens.tokens))
         elif kind == "reserved":
             leg.reserved = True
             self._leg_stage("reserve", leg)
         elif kind == "loaded":
-            leg.mark_loaded()
-            leg.generating = True
+            leg.loaded = leg.generating = True
             self._prompt_computed(event.loaded.prefill)
         elif kind == "finished":
             self._finished(leg, event.finished)
@@ -371,7 +371,6 @@ class Attempt:
 
     def _finished(self, leg: DecodeLeg, finished: decode_pb2.Finished) -> None:
         leg.ended_by_server = True
-        leg.mark_loaded()
         leg.end(None)
         for stage, seconds in finished.timeline.stages.items():
             self.timeline[f"decode.{stage}"] = seconds
@@ -396,7 +395,7 @@ class Attempt:
         self._context.registry.note_failure(leg.worker, error)
         if self._late_end is not None:
             self._out.append(self._late_end)
-        elif self._decode is None or not self._decode.loaded:
+        elif self._decode is None or not self._decode.generating:
             self.blamed.add(leg.worker)
             raise error
 

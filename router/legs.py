@@ -162,7 +162,8 @@ class Leg:
         self._mailbox = mailbox
         self._clock = clock
         self._closed = False
-        self._loaded = False
+        # It has the prompt's KV, loaded or computed by itself, and generates.
+        self.generating = False
         self._guard = worker.enter()
         self.worker.breaker.begin()
         try:
@@ -203,7 +204,7 @@ class Leg:
             leg=self.role,
             deadline_passed=self._deadline.remaining() <= DEADLINE_TOLERANCE_S,
             was_ready=self._connection.was_ready(),
-            loaded=self._loaded,
+            loaded=self.generating,
         )
         if error.code is ErrorCode.CANCELLED and not self.ended_by_server:
             # The router did not ask for it: the server's process cut its calls.
@@ -277,17 +278,10 @@ class DecodeLeg(Leg):
     def __init__(self, request: decode_pb2.DecodeRequest, worker: Worker, key: str, **common: Any) -> None:
         self.local = request.HasField("local_prefill")
         self.reserved = False
-        self.generating = False
+        # The KV came from the prefill server, which has freed its own.
+        self.loaded = False
         self._request = request
         super().__init__(worker, key, **common)
-
-    @property
-    def loaded(self) -> bool:
-        """The KV is complete on the decode server: the prefill server is needed no more."""
-        return self._loaded
-
-    def mark_loaded(self) -> None:
-        self._loaded = True
 
     def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
         stub = decode_pb2_grpc.DecodeStub(channel)

@@ -143,6 +143,22 @@ async def test_decode_when_colocated_then_the_prompt_result_comes_with_the_first
     assert front.access[0]["path"] == "colocated"
 
 
+async def test_decode_when_it_computes_the_prompt_after_a_failed_load_then_the_result_comes_with_the_first_token() -> (
+    None
+):
+    front = Front("decode")
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        task = start(group, front, decode_request())
+        await front.engine.until(lambda: front.engine.adds)
+        front.engine.emit(RequestOutput(REQUEST_KEY, reserved=True))
+        front.engine.emit(first_token())
+        front.engine.emit(finished(tokens=[TokenOutput(1, 9)]))
+        events = await task
+    assert [event.WhichOneof("event") for event in events] == ["reserved", "tokens", "tokens", "finished"]
+    assert events[1].tokens.prefill.cached_tokens == 2
+    assert not events[2].tokens.HasField("prefill")
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 

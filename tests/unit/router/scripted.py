@@ -104,6 +104,7 @@ class ScriptedServer:
         self.running = 0
         self.version = 0
         self.muted = False  # the process is stopped: it takes bytes but answers nothing
+        self.loads = True  # a decode server; False: every load fails, and it computes the prompts itself
         self.info_changes: dict[str, object] = {}
         self.address = ""
         self.changed = asyncio.Condition()
@@ -322,11 +323,12 @@ class _DecodeService(decode_pb2_grpc.DecodeServicer):
             if not local:
                 await server.reach("reserved")
                 yield decode_pb2.DecodeEvent(reserved=decode_pb2.Reserved(blocks_in_cache=0))
-                await self._load(request)
-                await server.reach("loaded")
-                server.release_at_source(request)
-                yield decode_pb2.DecodeEvent(loaded=decode_pb2.Loaded(prefill=result))
-            async for event in self._generate(request.input, result, local):
+                if server.loads:
+                    await self._load(request)
+                    await server.reach("loaded")
+                    server.release_at_source(request)
+                    yield decode_pb2.DecodeEvent(loaded=decode_pb2.Loaded(prefill=result))
+            async for event in self._generate(request.input, result, local or not server.loads):
                 yield event
         except BatonError as error:
             await status.abort(context, error)
@@ -343,7 +345,7 @@ class _DecodeService(decode_pb2_grpc.DecodeServicer):
         await source.until(lambda: request.input.request_key in source.staged)
 
     async def _generate(
-        self, request: common_pb2.GenerateInput, result: common_pb2.PrefillResult, local: bool
+        self, request: common_pb2.GenerateInput, result: common_pb2.PrefillResult, computed_here: bool
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         server, sampling = self._server, request.sampling
         logprobs = sampling.HasField("logprobs")
@@ -355,7 +357,7 @@ class _DecodeService(decode_pb2_grpc.DecodeServicer):
             token = answer(request.prompt_token_ids, 1)[0] if not index else next_token(history)
             history.append(token)
             tokens = decode_pb2.Tokens(tokens=[_output(index, token, logprobs)])
-            if local and index == len(request.output_token_ids):
+            if computed_here and index == len(request.output_token_ids):
                 tokens.prefill.CopyFrom(result)
             yield decode_pb2.DecodeEvent(tokens=tokens)
             index += 1

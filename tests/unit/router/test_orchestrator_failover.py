@@ -16,7 +16,7 @@ from router.failover import FailoverSettings
 from router.requests import FinishEvent, TokensEvent
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import load_failed
-from tests.unit.router.scripted import Hold, answer, fails, make_request, running_cluster
+from tests.unit.router.scripted import Collected, Hold, answer, fails, make_request, running_cluster
 
 PROMPT = (5, 6, 7, 8)
 
@@ -93,7 +93,8 @@ async def test_f4_a_failing_decode_leg_aborts_a_running_prefill_leg_at_once(poin
         assert caught.value.code is code
         await prefill.until(lambda: prefill.aborted)
         key, number, source = prefill.aborted[0]
-        assert (key, number, source) == (prefill.seen[0].request_key, int(code), "peer")
+        # Both legs have one key; the prefill server may have heard of its end before its beginning.
+        assert (key, number, source) == (decode.seen[0].request_key, int(code), "peer")
         await cluster.settled()
 
 
@@ -535,4 +536,56 @@ async def test_generate_when_a_load_fails_then_the_next_attempt_uses_two_other_s
         result = await cluster.collect(make_request())
         assert result.tokens == answer(PROMPT, 6)
         assert [len(s.seen) for s in (p1, p2, d1, d2)] == [1, 1, 1, 1]
+        await cluster.settled()
+
+
+# -- a decode server that computes the prompt itself, after a load that failed
+
+
+async def test_load_when_it_failed_and_the_decode_server_computes_itself_then_its_result_comes_with_the_token():
+    async with running_cluster() as cluster:
+        prefill, decode = cluster.servers
+        decode.loads, hold = False, Hold()
+        prefill.at["answer"] = hold
+        result = await cluster.collect(make_request(PROMPT, 6))
+        assert result.tokens == answer(PROMPT, 6)
+        assert [summary.cached_tokens for summary in result.summaries] == [2]
+        assert result.finish.attempts == 1
+        hold.let_go.set()
+        await cluster.settled()
+
+
+async def test_load_when_it_failed_and_both_servers_compute_then_the_token_and_its_result_come_once():
+    async with running_cluster() as cluster:
+        decode = cluster.servers[1]
+        decode.loads, hold = False, Hold()
+        decode.at["token:0"] = hold
+        async with aclosing(cluster.orchestrator.generate(make_request(PROMPT, 6))) as events:
+            collected = Collected()
+            collected.add(await anext(events))
+            assert collected.tokens == answer(PROMPT, 1)
+            hold.let_go.set()
+            async for event in events:
+                collected.add(event)
+        assert collected.tokens == answer(PROMPT, 6)
+        assert len(collected.summaries) == 1
+        await cluster.settled()
+
+
+async def test_prefill_server_when_it_fails_after_the_decode_server_began_itself_then_the_answer_goes_on():
+    async with running_cluster() as cluster:
+        prefill, decode = cluster.servers
+        decode.loads, answering, at_two = False, Hold(), Hold()
+        prefill.at["answer"], decode.at["token:2"] = answering, at_two
+        async with aclosing(cluster.orchestrator.generate(make_request(PROMPT, 6))) as events:
+            collected = Collected()
+            for _ in range(2):
+                collected.add(await anext(events))
+            await answering.wait_reached()
+            await prefill.stop()
+            at_two.let_go.set()
+            async for event in events:
+                collected.add(event)
+        assert collected.tokens == answer(PROMPT, 6)
+        assert (collected.finish.attempts, collected.finish.reason) == (1, "length")
         await cluster.settled()
