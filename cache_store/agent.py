@@ -99,9 +99,7 @@ class CacheStoreAgent:
             clock=clock,
             observe=observe,
         )
-        self._parking = ParkingTable(
-            settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock
-        )
+        self._parking = ParkingTable(settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock)
         self._service = CacheStoreService(
             identity, pool, settings, self._table, self._parking, observe, self._changed, clock
         )
@@ -329,9 +327,7 @@ class CacheStoreAgent:
             _log.exception("cache store: publishing failed")
             self._do_fail(key, _store_failed(error))
             return
-        self._observations.observe(
-            "kv_publish_seconds", max(0.0, self._clock() - called_at), transport=TRANSPORT
-        )
+        self._observations.observe("kv_publish_seconds", max(0.0, self._clock() - called_at), transport=TRANSPORT)
 
     def _do_computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float) -> None:
         try:

@@ -175,9 +175,7 @@ class LeaseTable:
         if lease.reader is not None:
             lease.reader.notify()
 
-    def computed(
-        self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float | None = None
-    ) -> None:
+    def computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float | None = None) -> None:
         """COMPUTED: the lease clock starts. Without `hold` the lease ends as soon as no reader is left.
 
         `called_at` is the time at which the engine said so. Raises ValueError when a block was not published.
@@ -248,7 +246,7 @@ class LeaseTable:
             raise BatonError(ErrorCode.DUPLICATE_REQUEST, "this key was served already, with its one reload")
         if lease.loads and generation is None:
             raise BatonError(
-                ErrorCode.INVALID_PARAMS,
+                ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
                 "reference.generation is required in a reload",
                 param="reference.generation",
             )
@@ -305,9 +303,7 @@ class LeaseTable:
             lease.expires_at = self._clock() + self.lease_seconds
         return self.lease_seconds
 
-    def release(
-        self, key: str, generation: int | None, complete: bool, cause: BatonError | None = None
-    ) -> bool:
+    def release(self, key: str, generation: int | None, complete: bool, cause: BatonError | None = None) -> bool:
         """The decode server has everything, or gives up. False: no such lease, or it has ended; nothing was done.
 
         Raises KV_STALE_REFERENCE for another generation, INVALID_PARAMS for `complete` before everything was sent.
@@ -449,9 +445,7 @@ class LeaseTable:
         self._observe("kv_lease_hold_seconds", held, outcome=outcome)
         if error is not None and self._recall(lease.key) is None:
             released = outcome == "released"
-            self._remember(
-                lease.key, Remembered(error, now + self._remember_s, lease.generation, released=released)
-            )
+            self._remember(lease.key, Remembered(error, now + self._remember_s, lease.generation, released=released))
         self._ended.append(
             LeaseEnded(
                 lease.key,

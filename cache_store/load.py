@@ -96,13 +96,13 @@ class Load:
 
     def on_started(self, started: cache_store_pb2.Started) -> None:
         if self.generation is not None or not started.HasField("generation"):
-            self.fail_with(_breach("Started came twice or without its generation"))
+            self.fail_with(breach("Started came twice or without its generation"))
         self.generation = started.generation
 
     def on_state(self, state: int) -> None:
         """RUNNING, possibly again as a sign of progress in blocks that are not wanted here; then COMPUTED."""
         if self.generation is None or self.result is not None:
-            self.fail_with(_breach("a state outside of Started and Done"))
+            self.fail_with(breach("a state outside of Started and Done"))
         if state == cache_store_pb2.COMPUTE_STATE_RUNNING and self.state is not LoadState.COMPUTED:
             if self.state is LoadState.REQUESTED:
                 self.state = LoadState.RUNNING
@@ -112,7 +112,7 @@ class Load:
             self.computed_at = self.clock()
             self._mark("load_computed")
         else:
-            self.fail_with(_breach(f"compute state {state} in state {self.state}"))
+            self.fail_with(breach(f"compute state {state} in state {self.state}"))
         self._last_progress = self.clock()
 
     def expect(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> WantedHere:
@@ -121,7 +121,7 @@ class Load:
         layer = header.layer
         where = f"{header.group[:32]!r}, layer {layer}"
         if self.generation is None:
-            self.fail_with(_breach("a piece before Started"))
+            self.fail_with(breach("a piece before Started"))
         if pending is None or not header.HasField("layer") or layer >= len(pending.missing):
             self._count("unknown", max(1, len(header.blocks)))
             self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
@@ -187,8 +187,8 @@ class Load:
 
     def on_done(self, done: cache_store_pb2.Done) -> None:
         """The last event. Complete only with nothing missing and the result present."""
-        if self.generation is None or self.result is not None:
-            self.fail_with(_breach("Done before Started, or twice"))
+        if self.state is not LoadState.COMPUTED or self.result is not None:
+            self.fail_with(breach("Done before COMPUTED, or twice"))
         if self.missing:
             self._count("missing", self.missing)
             self.fail_with(
@@ -209,7 +209,7 @@ class Load:
             and result.first_token.HasField("token_id")
             and result.HasField("cached_tokens")
         ):
-            self.fail_with(_breach("the result of the prefill is missing"))
+            self.fail_with(breach("the result of the prefill is missing"))
         self.result = result
 
     def on_end(self) -> None:
@@ -229,7 +229,7 @@ class Load:
                     metadata=self._left(),
                 )
             )
-        self.fail_with(_breach("the load ended without its result"))
+        self.fail_with(breach("the load ended without its result"))
 
     # ---- failure and time
 
@@ -277,7 +277,8 @@ class Load:
         self.events.append((name, self.clock_ns()))
 
 
-def _breach(what: str) -> BatonError:
+def breach(what: str) -> BatonError:
+    """The peer did not keep to the protocol."""
     return BatonError(
         ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
         "the prefill server's answer breaks the protocol",

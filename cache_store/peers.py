@@ -168,9 +168,7 @@ class Peers:
         self, address: str, method: str, data: bytes, timeout_s: float, metadata: tuple[tuple[str, str], ...]
     ) -> bytes:
         connection = self._channels.connection(address)
-        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(
-            f"/{SERVICE}/{method}"
-        )
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(f"/{SERVICE}/{method}")
         try:
             answer: bytes = await call(data, timeout=timeout_s, metadata=metadata)
             return answer

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from cache_store import wire
 from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed
 from cache_store.layout import AgentIdentity
-from cache_store.load import Load, LoadState, WantedHere
+from cache_store.load import Load, LoadState, WantedHere, breach
 from cache_store.observations import TRANSPORT, Observe
 from cache_store.peers import Peers, request_metadata
 from cache_store.pool import KvPool
@@ -231,9 +231,7 @@ class Puller:
                     param="wanted",
                 )
         if set(job.wanted) != {group.tag for group in self._identity.groups}:
-            raise BatonError(
-                ErrorCode.INVALID_PARAMS, "every cache group must be named in a load", param="wanted"
-            )
+            raise BatonError(ErrorCode.INVALID_PARAMS, "every cache group must be named in a load", param="wanted")
         return self._legs(job.source, kept)
 
     async def _run(self, job: _Job) -> None:
@@ -281,9 +279,7 @@ class Puller:
         )
         connection = self.peers.bulk_connection(leg.address)
         timeout = None if math.isinf(job.deadline) else max(0.001, job.deadline - self._clock())
-        stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = connection.channel.unary_stream(
-            f"/{wire.SERVICE}/Load"
-        )
+        stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = connection.channel.unary_stream(f"/{wire.SERVICE}/Load")
         leg.sent = True
         call = stub(
             self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=request_metadata(job.key)
@@ -294,9 +290,7 @@ class Puller:
             raise load.on_timeout() from None
         except grpc.RpcError as exc:
             passed = self._clock() >= job.deadline
-            error = from_rpc_error(
-                exc, leg="cache_store", deadline_passed=passed, was_ready=connection.was_ready()
-            )
+            error = from_rpc_error(exc, leg="cache_store", deadline_passed=passed, was_ready=connection.was_ready())
             if error.code is ErrorCode.CANCELLED and "grpc_code" in error.metadata:  # by the peer, which stops
                 error = BatonError(
                     ErrorCode.CONNECTION_RESET_BY_PEER,
@@ -338,13 +332,10 @@ class Puller:
                 return
             event = pb.LoadEvent.FromString(message)
         except DecodeError:
-            load.fail_with(
-                BatonError(
-                    ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
-                    "the prefill server's answer breaks the protocol",
-                    metadata={"contract_breach": "missing_result", "breach": "an event that cannot be parsed"},
-                )
-            )
+            load.fail_with(breach("an event that cannot be parsed"))
+        kinds = [event.HasField("pieces"), event.HasField("started"), event.HasField("done"), event.state != 0]
+        if sum(kinds) != 1:
+            load.fail_with(breach("an event of no kind, or of two"))
         if event.HasField("pieces"):
             self._store(load, event.pieces, memoryview(event.data))
         elif event.HasField("started"):
@@ -411,8 +402,10 @@ class Puller:
         generations = {leg.address: leg.generation for leg in job.legs}
         delivered = sum(load.delivered for load in loads)
         size = sum(load.bytes_received for load in loads)
-        done = job.error is None and len(loads) == len(job.legs) and all(
-            load.state is LoadState.COMPLETE for load in loads
+        done = (
+            job.error is None
+            and len(loads) == len(job.legs)
+            and all(load.state is LoadState.COMPLETE for load in loads)
         )
         if done:
             result = loads[0].result
@@ -424,9 +417,7 @@ class Puller:
             self._emit(LoadDone(job.key, result, size, now - job.began, exposed, events))
             self._release_all(job.key, job.source, generations, None)
             return
-        error = job.error or BatonError(
-            ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "the load ended without a cause"
-        )
+        error = job.error or BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "the load ended without a cause")
         wanted = sum(
             len(ids) * layout.num_layers * max(1, len(job.legs))
             for tag, (_, ids) in job.wanted.items()
@@ -443,9 +434,10 @@ class Puller:
             and all(leg.generation is not None or not leg.sent for leg in job.legs)
         )
         if retriable:
-            lease_s = max(
-                (self.peers.get(leg.address).lease_seconds for leg in job.legs), default=0.0
-            ) or self._settings.lease_seconds
+            lease_s = (
+                max((self.peers.get(leg.address).lease_seconds for leg in job.legs), default=0.0)
+                or self._settings.lease_seconds
+            )
             self._kept[job.key] = _Kept(job.source, generations, now + lease_s)
         elif error.code not in _NOT_OURS and job.legs:
             self._release_all(job.key, job.source, generations, error)
@@ -478,9 +470,7 @@ class Puller:
         self, key: str, source: KvSourceRef, generations: Mapping[str, int | None], error: BatonError | None
     ) -> None:
         for address, generation in generations.items():
-            request = pb.ReleaseRequest(
-                reference=self._reference(key, source, generation), complete=error is None
-            )
+            request = pb.ReleaseRequest(reference=self._reference(key, source, generation), complete=error is None)
             if error is not None:
                 request.cause.CopyFrom(wire.detail_of(error))
             self._spawn(self._release(address, request))
@@ -511,9 +501,7 @@ class Puller:
                     _log.debug("renewal of %s at %s: %s", key, leg.address, error)
 
 
-def write_blocks(
-    pool: KvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview
-) -> None:
+def write_blocks(pool: KvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview) -> None:
     """Copies the payload of a piece event to its places: blocks that are neighbours in the pool in one go."""
     tag, size = wanted.layout.tag, wanted.piece_bytes
     ids = [wanted.block_ids[block - wanted.first_block] for block in blocks]

@@ -96,7 +96,5 @@ class Reader:
     def exhausted(self) -> bool:
         """Every wanted block was taken by `next_run`."""
         return all(
-            cursor >= group.end
-            for group, cursors in zip(self.wanted, self._cursors, strict=True)
-            for cursor in cursors
+            cursor >= group.end for group, cursors in zip(self.wanted, self._cursors, strict=True) for cursor in cursors
         )

@@ -261,8 +261,12 @@ class CacheStoreService:
                 metadata={"error": type(error).__name__},
             ) from error
         finally:
-            self._table.close_load(reader, sent=False)
-            self._changed()
+            self.let_go(reader, sent=False)
+
+    def let_go(self, reader: Reader, sent: bool) -> None:
+        """The reader holds the blocks no longer. Idempotent."""
+        self._table.close_load(reader, sent)
+        self._changed()
 
     def encode(self, reader: Reader, run: Run, blocks: list[int], mode: str) -> tuple[bytes, int]:
         """The event with `blocks` of `run`, and the number of its payload bytes. Reads the pool, once."""
@@ -312,6 +316,7 @@ class _Sender:
         self._mode = mode
         self._context = context
         self._changed = asyncio.Event()
+        self._begun = False
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         reader.notify = self._notify
 
@@ -347,8 +352,7 @@ class _Sender:
             else:
                 await self._sleep(wait if lease.published != told else None)
         result = lease.result
-        self._service._table.close_load(reader, sent=True)
-        self._service._changed()
+        self._service.let_go(reader, sent=True)
         done = pb.Done(result=result, pieces=reader.pieces_sent)
         await self._write(pb.LoadEvent(done=done).SerializeToString())
 
@@ -389,16 +393,23 @@ class _Sender:
         )
 
     async def _write(self, message: bytes) -> None:
-        """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile."""
+        """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile.
+
+        The message is a copy, so the reader lets go of the blocks then, whether or not its peer takes the message.
+        """
         self._check_stop()
         write = asyncio.ensure_future(self._context.write(message))
         try:
             await asyncio.wait({write, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if write.done():
+            if not write.done():
+                self._service.let_go(self._reader, sent=False)
+            if write.done() or not self._begun:
+                # The first write carries the headers, and gRPC takes no status while it does not know them as sent.
                 await write
+            self._begun = True
             self._check_stop()
         finally:
-            if not write.done():  # the message is a copy, so the blocks are free of it
+            if not write.done():
                 write.cancel()
             elif not write.cancelled():
                 write.exception()

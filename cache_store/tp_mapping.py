@@ -77,9 +77,7 @@ def read_plan(total_heads: int, tp_size: int, rank: int, peer_tp_size: int) -> t
         if held[0] < done:
             continue  # a replica of heads that are read already
         size = held[1] - held[0]
-        plan.append(
-            PeerShare(peer, dest_count=(own[1] - own[0]) // size, dest_id=(held[0] - own[0]) // size)
-        )
+        plan.append(PeerShare(peer, dest_count=(own[1] - own[0]) // size, dest_id=(held[0] - own[0]) // size))
         done = held[1]
     if done != own[1]:
         raise _uneven(f"heads [{done}, {own[1]}) of rank {rank} are on no peer")

@@ -33,6 +33,11 @@ POOL_BLOCKS = 64
 T = TypeVar("T")
 
 
+def settings(**change: float | str) -> AgentSettings:
+    """The defaults, with time for handshakes on a busy machine where a test says nothing about it."""
+    return AgentSettings(**{"connect_timeout_s": 10.0, **change})  # type: ignore[arg-type]
+
+
 def key_of(number: int) -> str:
     return f"request-{number}#0.{number:08x}"
 
@@ -62,7 +67,7 @@ class Node:
     def __init__(
         self,
         engine_id: str,
-        settings: AgentSettings | None = None,
+        agent_settings: AgentSettings | None = None,
         *,
         layouts: Sequence[GroupLayout] = (LAYOUT,),
         pool_blocks: int = POOL_BLOCKS,
@@ -87,7 +92,7 @@ class Node:
         self.said: list[AgentEvent] = []
         self.counters: dict[tuple[str, ...], float] = {}
         self.samples: dict[str, list[Observation]] = {}
-        self.agent = CacheStoreAgent(self.identity, self.pool, settings or AgentSettings(), wake=self._wake)
+        self.agent = CacheStoreAgent(self.identity, self.pool, agent_settings or settings(), wake=self._wake)
         self.address = self.agent.start("127.0.0.1", port)
         self._taken = 0
 
@@ -107,6 +112,23 @@ class Node:
                 raise AssertionError("no event in time")
             self._taken += 1
             return self.said[self._taken - 1]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing happens on the agent's thread meanwhile."""
+        blocked, go = threading.Event(), threading.Event()
+
+        def block() -> None:
+            blocked.set()
+            go.wait(WAIT_S)
+
+        assert self.agent._loop is not None
+        self.agent._loop.call_soon_threadsafe(block)
+        assert blocked.wait(WAIT_S)
+        try:
+            yield
+        finally:
+            go.set()
 
     def lease_ended(self, timeout_s: float = WAIT_S) -> LeaseEnded:
         event = self.next_event(timeout_s)

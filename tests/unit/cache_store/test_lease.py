@@ -98,9 +98,7 @@ def test_publish_notifies_the_reader_only_when_it_gets_further(table: LeaseTable
 
 
 @pytest.mark.parametrize(("group", "layer", "upto"), [("other", 0, 1), ("full", 2, 1), ("full", -1, 1), ("full", 0, 4)])
-def test_publish_of_what_the_request_does_not_have_raises(
-    table: LeaseTable, group: str, layer: int, upto: int
-) -> None:
+def test_publish_of_what_the_request_does_not_have_raises(table: LeaseTable, group: str, layer: int, upto: int) -> None:
     table.admit(KEY, 5, TOKENS, BLOCKS, 0)
     with pytest.raises(ValueError, match="does not exist"):
         table.publish(KEY, group, layer, upto)
@@ -229,9 +227,7 @@ def test_k4_renew_of_another_key_is_expired_and_counted_as_unknown(table: LeaseT
     assert counts.counters[("kv_lease_renewals_total", "queued", "unknown")] == 1
 
 
-def test_renew_of_an_ended_lease_is_expired_and_counted_so(
-    table: LeaseTable, clock: Clock, counts: Counts
-) -> None:
+def test_renew_of_an_ended_lease_is_expired_and_counted_so(table: LeaseTable, clock: Clock, counts: Counts) -> None:
     staged(table)
     clock.now += LEASE_S
     table.tick()
@@ -309,7 +305,7 @@ def test_reload_after_a_failed_load_is_served_once_with_the_generation(table: Le
     staged(table)
     table.close_load(open_load(table), sent=False)
     error = refused(table)
-    assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, "reference.generation")
+    assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, "reference.generation")
     reader = open_load(table, generation=5)
     assert drain(reader, clock.now) == [(0, 0, 3), (1, 0, 3)]
     table.close_load(reader, sent=False)
@@ -407,6 +403,29 @@ def test_fail_twice_keeps_the_first_cause(table: LeaseTable) -> None:
     assert table.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
     assert not table.fail(KEY, BatonError(ErrorCode.CANCELLED))
     assert refused(table).code is ErrorCode.EXECUTION_EXCEPTION
+
+
+def test_fail_twice_under_a_reader_keeps_the_first_cause(table: LeaseTable) -> None:
+    staged(table)
+    reader = open_load(table)
+    table.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
+    table.fail(KEY, BatonError(ErrorCode.CANCELLED))
+    assert not table.release(KEY, 5, complete=False)
+    table.close_load(reader, sent=False)
+    ended = table.take_ended()
+    assert [e.error.code for e in ended if e.error is not None] == [ErrorCode.EXECUTION_EXCEPTION]
+
+
+def test_second_end_of_a_load_does_not_take_the_blocks_from_its_reload(table: LeaseTable) -> None:
+    staged(table)
+    first = open_load(table)
+    table.close_load(first, sent=False)
+    again = open_load(table, generation=5)
+    table.close_load(first, sent=False)
+    table.fail(KEY, BatonError(ErrorCode.CANCELLED))
+    assert ends(table) == [], "the reload still reads"
+    table.close_load(again, sent=False)
+    assert ends(table) == [("aborted", "")]
 
 
 def test_fail_of_a_key_not_admitted_is_remembered_for_its_load(table: LeaseTable, clock: Clock) -> None:

@@ -14,10 +14,10 @@ from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.cache_store.agents import Node, assert_clean, key_of, nodes, until
+from tests.unit.cache_store.agents import Node, assert_clean, key_of, nodes, settings, until
 
 KEY = key_of(1)
-SHORT = AgentSettings(lease_seconds=0.4)
+SHORT = settings(lease_seconds=0.4)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def pair() -> Iterator[tuple[Node, Node]]:
 def test_lease_that_nobody_loads_expires_without_any_request(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     prefill.stage(KEY, [5])
-    ended = prefill.lease_ended(timeout_s=3)
+    ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("expired", "never_loaded")
     assert 0.4 <= ended.held_seconds < 1.5
     assert prefill.count("kv_lease_expirations_total", cause="never_loaded") == 1
@@ -52,7 +52,7 @@ def test_lease_that_nobody_loads_expires_without_any_request(pair: tuple[Node, N
 
 def test_k4_open_load_renews_its_lease_however_slow_it_is() -> None:
     """A lease of one second, a load throttled to three: it completes, under one and the same key."""
-    with nodes(Node("prefill", AgentSettings(lease_seconds=1.0), seed=1), Node("decode", seed=2)) as (prefill, decode):
+    with nodes(Node("prefill", settings(lease_seconds=1.0), seed=1), Node("decode", seed=2)) as (prefill, decode):
         faults.arm("cache_store.send_piece:delay=0.25")
         prefill.stage(KEY, [5, 6, 7, 8])
         decode.load(prefill.source, KEY, [1, 2, 3, 4])
@@ -70,7 +70,7 @@ def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(pair: tu
     faults.arm("cache_store.renew:drop,side=prefill;cache_store.send_piece:delay=0.2")
     prefill.stage(KEY, [5, 6, 7, 8])
     decode.load(prefill.source, KEY, [1, 2, 3, 4])
-    failed = decode.load_failed(timeout_s=5)
+    failed = decode.load_failed()
     assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED
     assert int(failed.error.metadata["delivered"]) + int(failed.error.metadata["missing"]) == 12
     assert failed.missing >= 1 and not failed.retriable_here
@@ -102,7 +102,7 @@ def test_queued_request_before_its_prefill_tolerates_that_it_is_unknown(pair: tu
     prefill.stage(KEY, [5])
     until(lambda: prefill.count("kv_lease_renewals_total", result="ok") >= 3, "renewals")
     decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
-    assert prefill.lease_ended(timeout_s=2).outcome == "aborted"
+    assert prefill.lease_ended().outcome == "aborted"
     assert decode.said == []
 
 
@@ -124,18 +124,18 @@ def test_failed_load_that_is_not_repeated_expires_as_stalled(pair: tuple[Node, N
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
     assert decode.load_failed().retriable_here
-    ended = prefill.lease_ended(timeout_s=3)
+    ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
 
 
 def test_cancel_after_a_failed_load_releases_at_once() -> None:
-    with nodes(Node("prefill", AgentSettings(lease_seconds=300)), Node("decode", seed=2)) as (prefill, decode):
+    with nodes(Node("prefill", settings(lease_seconds=300)), Node("decode", seed=2)) as (prefill, decode):
         faults.arm("cache_store.send_piece:raise=8309")
         prefill.stage(KEY, [5])
         decode.load(prefill.source, KEY, [1])
         decode.load_failed()
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
-        assert prefill.lease_ended(timeout_s=1).outcome == "aborted"
+        assert prefill.lease_ended().outcome == "aborted"
 
 
 def test_k3_events_in_any_order_and_twice_end_one_lease_once(pair: tuple[Node, Node]) -> None:
@@ -147,7 +147,7 @@ def test_k3_events_in_any_order_and_twice_end_one_lease_once(pair: tuple[Node, N
         prefill.compute(KEY, 1)
     assert prefill.lease_ended().outcome == "aborted"
     prefill.stage(key_of(2), [5])
-    ended = prefill.lease_ended(timeout_s=3)
+    ended = prefill.lease_ended()
     assert ended.request_key == key_of(2)
 
 
@@ -155,22 +155,22 @@ def test_result_that_already_ends_the_request_is_not_kept(pair: tuple[Node, Node
     prefill, _ = pair
     prefill.admit(KEY, [5])
     prefill.compute(KEY, 1, hold=False)
-    ended = prefill.lease_ended(timeout_s=0.3)
+    ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("released", "")
 
 
 # ---- a reader that does not read
 
 
-BIG = AgentSettings(lease_seconds=0.5, load_stall_timeout_s=0.8)
+BIG = settings(lease_seconds=0.5, load_stall_timeout_s=0.8)
 LARGE = GroupLayout.of("full", num_layers=3, num_kv_heads=2, head_dim=64, block_size=128, dtype="bfloat16")
 SLOW_BLOCKS = 200
 TOTAL = SLOW_BLOCKS * LARGE.num_layers * LARGE.block_bytes  # 39 MB
 UNDER_WAY = 16 << 20  # more than the buffers of gRPC and of the sockets
 
 
-def large_node(settings: AgentSettings | None = None) -> Node:
-    return Node("prefill", settings, layouts=(LARGE,), pool_blocks=SLOW_BLOCKS, seed=1)
+def large_node(limits: AgentSettings | None = None) -> Node:
+    return Node("prefill", limits, layouts=(LARGE,), pool_blocks=SLOW_BLOCKS, seed=1)
 
 
 @contextlib.contextmanager
@@ -204,8 +204,8 @@ def stuck_reader(prefill: Node) -> Iterator[grpc.Call]:
 
 
 def test_slow_reader_bounds_what_is_under_way_and_is_served_when_it_reads() -> None:
-    settings = AgentSettings(lease_seconds=5)
-    with nodes(large_node(settings)) as (prefill,):
+    limits = settings(lease_seconds=5)
+    with nodes(large_node(limits)) as (prefill,):
         prefill.stage(KEY, list(range(SLOW_BLOCKS)))
         with stuck_reader(prefill) as call:
             sent = -1.0
@@ -224,7 +224,7 @@ def test_k9_lease_with_a_stuck_reader_is_ended_when_the_request_fails() -> None:
         prefill.stage(KEY, list(range(SLOW_BLOCKS)))
         with stuck_reader(prefill) as call:
             prefill.agent.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
-            assert prefill.lease_ended(timeout_s=2).outcome == "aborted"
+            assert prefill.lease_ended().outcome == "aborted"
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
             assert caught.value.code() is grpc.StatusCode.INTERNAL
@@ -235,16 +235,16 @@ def test_stalled_reader_expires_by_the_clock_and_frees_the_blocks() -> None:
     with nodes(large_node(BIG)) as (prefill,):
         prefill.stage(KEY, list(range(SLOW_BLOCKS)))
         with stuck_reader(prefill):
-            ended = prefill.lease_ended(timeout_s=5)
+            ended = prefill.lease_ended()
             assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
         assert_clean(prefill)
 
 
 def test_reader_that_goes_away_lets_go_of_the_blocks() -> None:
-    with nodes(large_node(AgentSettings(lease_seconds=5))) as (prefill,):
+    with nodes(large_node(settings(lease_seconds=5))) as (prefill,):
         prefill.stage(KEY, list(range(SLOW_BLOCKS)))
         with stuck_reader(prefill):
             until(lambda: prefill.agent.stats().readers == 1, "the reader")
-        until(lambda: prefill.agent.stats().readers == 0, "no reader", timeout_s=2)
+        until(lambda: prefill.agent.stats().readers == 0, "no reader")
         prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
-        prefill.lease_ended(timeout_s=1)
+        prefill.lease_ended()

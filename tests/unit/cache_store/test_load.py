@@ -69,7 +69,14 @@ class Stream:
         self.load.verify(header, memoryview(payload))
         self.load.on_delivered(header, len(payload))
 
+    def computed(self) -> Stream:
+        self.load.on_state(pb.COMPUTE_STATE_COMPUTED)
+        return self
+
     def done(self, pieces: int, result: common_pb2.PrefillResult | None = None) -> None:
+        """COMPUTED, unless it came before, and Done."""
+        if self.load.state is LoadState.RUNNING:
+            self.computed()
         self.load.on_done(pb.Done(result=prefill_result() if result is None else result, pieces=pieces))
 
 

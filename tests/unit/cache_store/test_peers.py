@@ -14,12 +14,12 @@ import grpc
 import numpy as np
 import pytest
 
-from cache_store.agent import AgentSettings, KvSourceRef, LoadDone
+from cache_store.agent import KvSourceRef, LoadDone
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, prefill_result, until
+from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, prefill_result, settings, until
 
 KEY = key_of(1)
 
@@ -65,12 +65,15 @@ def test_k1_peer_killed_in_mid_load_ends_it_soon_and_nothing_more_is_needed_from
             decode.load(KvSourceRef("prefill", (address,), 1), KEY, [1, 2])
             until(lambda: not np.array_equal(decode.blocks([1, 2])[0], before[0]), "layer 0 has come")
             process.kill()
-            failed = decode.load_failed(timeout_s=3)
+            failed = decode.load_failed()
             assert failed.error.code is ErrorCode.CONNECTION_RESET_BY_PEER
             assert (failed.delivered, failed.missing) == (2, 4)
             assert failed.retriable_here
             decode.load(KvSourceRef("prefill", (address,), 1), KEY, [3, 4], reload=True)
-            assert decode.load_failed(timeout_s=3).error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+            assert decode.load_failed().error.code in (
+                ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+                ErrorCode.CONNECTION_RESET_BY_PEER,  # where the connection's end was not known yet
+            )
             assert decode.agent.stats().peers_lost == 1
             assert_clean(decode)
         finally:
@@ -85,7 +88,7 @@ def test_peer_that_shuts_down_in_mid_load_ends_it_with_its_cause() -> None:
         prefill.stage(KEY, [5, 6])
         until(lambda: np.array_equal(decode.memory["full"][0][[1, 2]], prefill.memory["full"][0][[5, 6]]), "layer 0")
         prefill.agent.close(10)
-        failed = decode.load_failed(timeout_s=3)
+        failed = decode.load_failed()
         assert failed.error.code in (ErrorCode.SERVER_DRAINING, ErrorCode.CONNECTION_RESET_BY_PEER)
         assert (failed.delivered, failed.missing) == (2, 4)
         decode.agent.cancel_load(KEY, failed.error)
@@ -97,7 +100,7 @@ def test_peer_that_cannot_be_reached_is_a_connect_failure() -> None:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
     with nodes(Node("decode", seed=2)) as (decode,):
         decode.load(KvSourceRef("prefill", (address,), 1), KEY, [1])
-        failed = decode.load_failed(timeout_s=3)
+        failed = decode.load_failed()
         assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
         assert failed.retriable_here
         assert decode.count("handshakes_total", result="failed") == 1
@@ -106,12 +109,13 @@ def test_peer_that_cannot_be_reached_is_a_connect_failure() -> None:
 
 
 def test_peer_that_accepts_but_never_answers_is_a_connect_failure_within_its_limit() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, nodes(
-        Node("decode", AgentSettings(connect_timeout_s=0.3))
-    ) as (decode,):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        nodes(Node("decode", settings(connect_timeout_s=0.3))) as (decode,),
+    ):
         source = KvSourceRef("prefill", (f"127.0.0.1:{silent.getsockname()[1]}",), 1)
         decode.load(source, KEY, [1])
-        assert decode.load_failed(timeout_s=3).error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+        assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
 
 
 def test_h2_another_engine_at_the_address_is_restarted_with_both_ids(pair: tuple[Node, Node]) -> None:
@@ -225,6 +229,9 @@ def piece(layer: int, blocks: list[int], data: bytes | None = None) -> pb.LoadEv
 
 START = [pb.LoadEvent(started=pb.Started(generation=1)), pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING)]
 ALL = [piece(layer, [0]) for layer in range(LAYOUT.num_layers)]
+TWO_IN_ONE = pb.LoadEvent.FromString(
+    ALL[0].SerializeToString() + pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING).SerializeToString()
+)
 END = [pb.LoadEvent(state=pb.COMPUTE_STATE_COMPUTED), pb.LoadEvent(done=pb.Done(result=prefill_result(), pieces=3))]
 
 
@@ -242,6 +249,7 @@ def test_scripted_peer_that_keeps_to_the_protocol_is_loaded_from() -> None:
         ([*START, *ALL[:2]], ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
         ([*START, *ALL], ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
         ([*START, *ALL, pb.LoadEvent()], ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+        ([*START, TWO_IN_ONE, *ALL[1:], *END], ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
         ([*START, piece(0, [0], b"")], ErrorCode.READ_BUFFER_MISMATCH),
         ([*START, ALL[0], *ALL, *END], ErrorCode.READ_BUFFER_MISMATCH),
         ([*START, piece(0, [0, 1]), *ALL[1:], *END], ErrorCode.READ_BUFFER_MISMATCH),
@@ -255,6 +263,6 @@ def test_scripted_peer_that_keeps_to_the_protocol_is_loaded_from() -> None:
 def test_p3_stream_that_ends_ok_without_everything_is_a_failure(events: list[pb.LoadEvent], code: ErrorCode) -> None:
     with scripted(events) as source, nodes(Node("decode")) as (decode,):
         decode.load(source, KEY, [1])
-        assert decode.load_failed(timeout_s=3).error.code is code
+        assert decode.load_failed().error.code is code
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
         assert_clean(decode)

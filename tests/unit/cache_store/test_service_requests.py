@@ -14,7 +14,6 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cache_store.agent import AgentSettings
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
@@ -22,7 +21,7 @@ from protos import common_pb2, errors_pb2
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import from_rpc_error
 from rpc.version import PROTOCOL_VERSION
-from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, prefill_result, until
+from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, prefill_result, settings, until
 
 KEY = key_of(1)
 IDS = [9, 3, 4]
@@ -32,7 +31,7 @@ STUB_TIMEOUT_S = 10
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    made = Node("prefill", AgentSettings(lease_seconds=30), seed=1)
+    made = Node("prefill", settings(lease_seconds=30), seed=1)
     yield made
     made.close()
 
@@ -164,9 +163,7 @@ def test_checksums_are_sent_as_the_mode_says(
     assert [e.pieces.layer for e in events if e.HasField("pieces") and e.pieces.checksums] == layers
 
 
-def test_share_of_the_heads_is_sent_when_it_is_asked_for(
-    node: Node, stub: pb_grpc.CacheStoreStub, staged: str
-) -> None:
+def test_share_of_the_heads_is_sent_when_it_is_asked_for(node: Node, stub: pb_grpc.CacheStoreStub, staged: str) -> None:
     half = wanted_blocks(partition_count=2, partition_id=1, block_bytes=LAYOUT.block_bytes // 2)
     events = [
         event
@@ -453,9 +450,7 @@ def test_control_call_without_a_field_is_refused_by_name(
 
 def test_release_complete_before_the_load_is_refused(stub: pb_grpc.CacheStoreStub, staged: str) -> None:
     reference = pb.KvReference(engine_id="prefill", request_key=staged, generation=5)
-    error = refused(
-        lambda: stub.Release(pb.ReleaseRequest(reference=reference, complete=True), timeout=STUB_TIMEOUT_S)
-    )
+    error = refused(lambda: stub.Release(pb.ReleaseRequest(reference=reference, complete=True), timeout=STUB_TIMEOUT_S))
     assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, "complete")
 
 
@@ -475,8 +470,8 @@ def test_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
 
 
 def test_k7_flood_of_invented_keys_is_bounded_and_a_real_request_completes() -> None:
-    settings = AgentSettings(queue_size=40, parked_per_peer=30, publish_timeout_s=1.0)
-    flood = Node("prefill", settings, seed=1)
+    limits = settings(queue_size=40, parked_per_peer=30, publish_timeout_s=1.0)
+    flood = Node("prefill", limits, seed=1)
     codes: list[ErrorCode] = []
     done = threading.Event()
     try:

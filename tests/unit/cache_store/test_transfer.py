@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cache_store.agent import AgentSettings, GroupLayout, KvSourceRef
+from cache_store.agent import GroupLayout, KvSourceRef
 from cache_store.torch_pool import TorchKvPool
 from rpc.errors import ErrorCode
 from tests.unit.cache_store.agents import (
@@ -19,6 +19,7 @@ from tests.unit.cache_store.agents import (
     key_of,
     nodes,
     prefill_result,
+    settings,
     until,
 )
 
@@ -174,8 +175,8 @@ def test_many_loads_at_once_do_not_mix(pair: tuple[Node, Node]) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "sample", "all"])
 def test_stricter_checksum_mode_of_the_two_is_used(mode: str) -> None:
-    settings = AgentSettings(checksum=mode)
-    with nodes(Node("prefill", AgentSettings(checksum="off")), Node("decode", settings, seed=2)) as (prefill, decode):
+    limits = settings(checksum=mode)
+    with nodes(Node("prefill", settings(checksum="off")), Node("decode", limits, seed=2)) as (prefill, decode):
         prefill.stage(KEY, [1, 2, 3])
         decode.load(prefill.source, KEY, [4, 5, 6])
         decode.load_done()

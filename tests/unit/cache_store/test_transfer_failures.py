@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from cache_store.agent import AgentSettings
 from cache_store.pool import HostKvPool
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
@@ -21,6 +19,7 @@ from tests.unit.cache_store.agents import (
     key_of,
     nodes,
     prefill_result,
+    settings,
     until,
 )
 
@@ -67,13 +66,13 @@ def test_o1_each_piece_that_cannot_be_sent_ends_the_load(
     faults.arm(f"cache_store.send_piece:{how},layer={layer},block={block}")
     prefill.stage(KEY, [5, 6, 7, 8])
     decode.load(prefill.source, KEY, [1, 2, 3, 4])
-    failed = decode.load_failed(timeout_s=2)
+    failed = decode.load_failed()
     expected = ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT if how == "drop" else ErrorCode.CACHE_STORE_STORE_FAILED
     assert failed.error.code is expected
     assert failed.delivered + failed.missing == len(PIECES) and failed.missing >= 1
     assert failed.retriable_here
     decode.agent.cancel_load(KEY, failed.error)
-    ended = prefill.lease_ended(timeout_s=2)
+    ended = prefill.lease_ended()
     assert ended.outcome == "aborted"
     assert decode.count("kv_transfer_failures_total", reason=expected.name) == 1
 
@@ -83,7 +82,7 @@ def test_cause_of_the_sender_arrives_with_its_code_and_stage(pair: tuple[Node, N
     faults.arm("cache_store.send_piece:raise=8306")
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
-    failed = decode.load_failed(timeout_s=2)
+    failed = decode.load_failed()
     assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED
     assert failed.error.stage == "publish"
     assert prefill.count("kv_transfer_failures_total", reason="CACHE_STORE_LOAD_RDMA_WRITE_FAILED") == 1
@@ -125,14 +124,33 @@ def test_failure_of_the_prefill_ends_open_parked_and_later_loads(pair: tuple[Nod
         else:
             until(lambda: prefill.agent.stats().parked == 1, "the load is parked")
         prefill.agent.fail(key_of(number), error)
-        failed = decode.load_failed(timeout_s=2)
+        failed = decode.load_failed()
         assert (failed.error.code, failed.error.message) == (ErrorCode.EXECUTION_EXCEPTION, "the step raised")
         assert not failed.retriable_here
     prefill.agent.fail(key_of(3), error)
     decode.load(prefill.source, key_of(3), [3])
-    assert decode.load_failed(timeout_s=2).error.code is ErrorCode.EXECUTION_EXCEPTION
+    assert decode.load_failed().error.code is ErrorCode.EXECUTION_EXCEPTION
     assert prefill.lease_ended().error is error
     assert decode.count("kv_transfer_failures_total") == 0  # the request's failure, not the transfer's
+
+
+def test_failure_while_the_first_event_is_being_sent_still_arrives(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    agent = prefill.agent
+    open_load = agent._table.open_load
+
+    def open_then_fail(key: str, *arguments: object) -> object:
+        reader = open_load(key, *arguments)  # type: ignore[arg-type]
+        if reader is not None and agent._loop is not None:
+            agent._loop.call_soon(agent._do_fail, key, BatonError(ErrorCode.EXECUTION_EXCEPTION))
+        return reader
+
+    agent._table.open_load = open_then_fail  # type: ignore[method-assign, assignment]
+    for number in range(5):
+        prefill.admit(key_of(number), [5])
+        decode.load(prefill.source, key_of(number), [1])
+        assert decode.load_failed().error.code is ErrorCode.EXECUTION_EXCEPTION
+        assert prefill.lease_ended().outcome == "aborted"
 
 
 def test_tombstoned_key_refuses_its_load(pair: tuple[Node, Node]) -> None:
@@ -148,7 +166,7 @@ def test_tombstone_ends_a_parked_load(pair: tuple[Node, Node]) -> None:
     decode.load(prefill.source, KEY, [1])
     until(lambda: prefill.agent.stats().parked == 1, "the load is parked")
     prefill.agent.tombstone(KEY)
-    assert decode.load_failed(timeout_s=2).error.code is ErrorCode.REQUEST_TOMBSTONED
+    assert decode.load_failed().error.code is ErrorCode.REQUEST_TOMBSTONED
     prefill.admit(KEY, [5])
     ended = prefill.lease_ended()
     assert ended.error is not None and ended.error.code is ErrorCode.REQUEST_TOMBSTONED
@@ -172,16 +190,24 @@ def test_cancel_in_every_state_ends_the_load_and_frees_the_kv(pair: tuple[Node, 
         until(lambda: prefill.agent.stats().readers == 1, "the load is open")
     decode.agent.cancel_load(KEY, error)
     decode.agent.cancel_load(KEY, BatonError(ErrorCode.GENERATE_TIMEOUT))
-    failed = decode.load_failed(timeout_s=2)
+    failed = decode.load_failed()
     assert failed.error is error and not failed.retriable_here
     assert decode.count("aborts_total", leg="cache_store", source="client") == 1
     if moment in ("running", "computed"):
-        ended = prefill.lease_ended(timeout_s=2)
+        ended = prefill.lease_ended()
         assert ended.outcome == "aborted"
         assert prefill.count("aborts_total", leg="cache_store", source="peer") == 1
     assert decode.count("kv_transfer_failures_total") == 0
     until(lambda: prefill.agent.stats().parked == 0, "nothing is parked")
     assert len(decode.said) == 1
+
+
+def test_cancel_before_the_load_made_its_first_step_ends_it_all_the_same(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    with decode.held():
+        decode.load(prefill.source, KEY, [1])
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
+    assert decode.load_failed().error.code is ErrorCode.CANCELLED
 
 
 def test_late_piece_after_a_cancel_changes_no_block(pair: tuple[Node, Node]) -> None:
@@ -235,7 +261,7 @@ def test_pool_that_raises_on_the_sending_side_is_a_store_failure() -> None:
         pool.broken = True
         prefill.stage(KEY, [5])
         decode.load(prefill.source, KEY, [1])
-        failed = decode.load_failed(timeout_s=2)
+        failed = decode.load_failed()
         assert failed.error.code is ErrorCode.CACHE_STORE_STORE_FAILED
         assert "bad memory" not in failed.error.message
         pool.broken = False
@@ -250,9 +276,9 @@ def test_pool_that_raises_on_the_receiving_side_is_reported_at_once() -> None:
         pool.broken = True
         prefill.stage(KEY, [5])
         decode.load(prefill.source, KEY, [1], deadline_s=60)
-        assert decode.load_failed(timeout_s=2).error.code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
+        assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
-        prefill.lease_ended(timeout_s=2)
+        prefill.lease_ended()
         assert_clean(prefill, decode)
 
 
@@ -271,7 +297,7 @@ def test_publish_that_cannot_be_right_fails_the_request_not_the_agent(
     decode.load(prefill.source, KEY, [1])
     prefill.admit(KEY, [5])
     mistake(prefill)
-    assert decode.load_failed(timeout_s=2).error.code is ErrorCode.CACHE_STORE_STORE_FAILED
+    assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_STORE_FAILED
     ended = prefill.lease_ended()
     assert ended.error is not None and ended.error.code is ErrorCode.CACHE_STORE_STORE_FAILED
 
@@ -281,15 +307,15 @@ def test_admission_with_blocks_outside_the_pool_ends_at_once(pair: tuple[Node, N
     decode.load(prefill.source, KEY, [1])
     prefill.admit(KEY, [64])
     assert prefill.lease_ended().outcome == "aborted"
-    assert decode.load_failed(timeout_s=2).error.code is ErrorCode.CACHE_STORE_STORE_FAILED
+    assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_STORE_FAILED
 
 
 # ---- time limits
 
 
 def test_load_limit_counts_from_running_not_from_the_queue() -> None:
-    settings = AgentSettings(load_progress_timeout_s=0.3)
-    with nodes(Node("prefill", seed=1), Node("decode", settings, seed=2)) as (prefill, decode):
+    limits = settings(load_progress_timeout_s=0.3)
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1, 2])
         until(lambda: prefill.agent.stats().parked == 1, "the load is parked")
         with contextlib.suppress(AssertionError):
@@ -301,31 +327,32 @@ def test_load_limit_counts_from_running_not_from_the_queue() -> None:
 
 
 def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
-    settings = AgentSettings(load_progress_timeout_s=0.3)
-    with nodes(Node("prefill", seed=1), Node("decode", settings, seed=2)) as (prefill, decode):
+    limits = settings(load_progress_timeout_s=0.3)
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1, 2])
         prefill.admit(KEY, [5, 6])
         prefill.agent.publish(KEY, "full", 0, 2)
-        failed = decode.load_failed(timeout_s=2)
+        failed = decode.load_failed()
         assert failed.error.code is ErrorCode.LOAD_CACHE_TIMEOUT
         assert (failed.delivered, failed.missing) == (2, 4)
         assert decode.count("kv_transfer_failures_total", reason="LOAD_CACHE_TIMEOUT") == 1
+        until(lambda: prefill.agent.stats().readers == 0, "the stream is closed")
         decode.agent.cancel_load(KEY, failed.error)
         prefill.lease_ended()
         assert_clean(prefill, decode)
 
 
 def test_progress_in_blocks_that_are_not_wanted_keeps_the_load_alive() -> None:
-    """D holds all but the last block; P takes four limits to compute the others."""
-    settings = AgentSettings(load_progress_timeout_s=0.4)
-    with nodes(Node("prefill", seed=1), Node("decode", settings, seed=2)) as (prefill, decode):
+    """D holds all but the last block; P takes longer than the limit to compute the others."""
+    limits = settings(load_progress_timeout_s=1.5)
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
         count = 9
         decode.load(prefill.source, KEY, [1], first=count - 1, tokens=count * LAYOUT.block_size)
         prefill.admit(KEY, list(range(20, 20 + count)))
         for upto in range(1, count):
             prefill.agent.publish(KEY, "full", 0, upto)
             with contextlib.suppress(AssertionError):
-                decode.next_event(timeout_s=0.2)
+                decode.next_event(timeout_s=0.25)
             assert decode.said == []
         prefill.compute(KEY, count)
         decode.load_done()
@@ -333,18 +360,18 @@ def test_progress_in_blocks_that_are_not_wanted_keeps_the_load_alive() -> None:
 
 
 def test_prefill_that_never_begins_ends_the_load_with_buffer_timeout() -> None:
-    with nodes(Node("prefill", AgentSettings(publish_timeout_s=0.2)), Node("decode", seed=2)) as (prefill, decode):
+    with nodes(Node("prefill", settings(publish_timeout_s=0.2)), Node("decode", seed=2)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1])
-        failed = decode.load_failed(timeout_s=2)
+        failed = decode.load_failed()
         assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
         assert_clean(prefill)
 
 
 def test_prefill_that_stops_publishing_ends_the_load_with_buffer_timeout() -> None:
-    with nodes(Node("prefill", AgentSettings(publish_timeout_s=0.2)), Node("decode", seed=2)) as (prefill, decode):
+    with nodes(Node("prefill", settings(publish_timeout_s=0.2)), Node("decode", seed=2)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1])
         prefill.admit(KEY, [5])
-        assert decode.load_failed(timeout_s=2).error.code is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
+        assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
         prefill.lease_ended()
 
@@ -355,11 +382,11 @@ def test_deadline_of_the_request_ends_the_load_in_time(pair: tuple[Node, Node], 
     if admitted:
         prefill.admit(KEY, [5])
     decode.load(prefill.source, KEY, [1], deadline_s=0.2)
-    failed = decode.load_failed(timeout_s=2)
+    failed = decode.load_failed()
     assert failed.error.code is ErrorCode.GENERATE_TIMEOUT
     assert not failed.retriable_here
     if admitted:
-        assert prefill.lease_ended(timeout_s=2).outcome == "aborted"
+        assert prefill.lease_ended().outcome == "aborted"
 
 
 def test_closing_an_agent_ends_its_loads_with_draining() -> None:
@@ -374,7 +401,7 @@ def test_closing_an_agent_ends_its_loads_with_draining() -> None:
 def test_port_in_use_is_one_error_that_names_it() -> None:
     with nodes(Node("one")) as (one,):
         port = one.address.rsplit(":", 1)[1]
-        second = type(one.agent)(one.identity, one.pool, AgentSettings(), wake=lambda: None)
+        second = type(one.agent)(one.identity, one.pool, settings(), wake=lambda: None)
         with pytest.raises(BatonError, match=port) as caught:
             second.start("127.0.0.1", int(port))
         assert caught.value.code is ErrorCode.CONNECT_FAILED
@@ -382,28 +409,17 @@ def test_port_in_use_is_one_error_that_names_it() -> None:
 
 
 def test_commands_beyond_the_queue_are_refused_not_waited_for() -> None:
-    with nodes(Node("prefill", AgentSettings(queue_size=1)), Node("decode", AgentSettings(queue_size=1))) as (
+    with nodes(Node("prefill", settings(queue_size=1)), Node("decode", settings(queue_size=1))) as (
         prefill,
         decode,
     ):
-        blocked, go = threading.Event(), threading.Event()
-
-        def block() -> None:
-            blocked.set()
-            go.wait(10)
-
-        for node in (prefill, decode):
-            blocked.clear()
-            assert node.agent._loop is not None
-            node.agent._loop.call_soon_threadsafe(block)
-            assert blocked.wait(5)
-        prefill.admit(KEY, [5])
-        for _ in range(100):
-            prefill.agent.publish(KEY, "full", 0, 1)
-            decode.agent.forget("nothing")
-        decode.load(prefill.source, KEY, [1])
-        assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED
-        go.set()
+        with prefill.held(), decode.held():
+            prefill.admit(KEY, [5])
+            for _ in range(100):
+                prefill.agent.publish(KEY, "full", 0, 1)
+                decode.agent.forget("nothing")
+            decode.load(prefill.source, KEY, [1])
+            assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED
         ended = prefill.lease_ended()
         assert ended.error is not None and ended.error.code is ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED
 

@@ -69,6 +69,7 @@ def test_split_piece_of_any_bytes_gives_an_answer_or_a_decode_error(message: byt
         pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING),
         pb.LoadEvent(done=pb.Done(pieces=1)),
         pb.LoadEvent(),
+        pb.LoadEvent(pieces=pb.PieceHeader(group="full"), data=b"x", state=pb.COMPUTE_STATE_RUNNING),
     ],
 )
 def test_split_piece_of_another_event_is_none(event: pb.LoadEvent) -> None:

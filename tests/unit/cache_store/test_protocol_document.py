@@ -1,0 +1,280 @@
+"""docs/protocol.md is the truth: every row of its transition tables is run against the state machines."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache_store import checksum
+from cache_store.lease import Lease, LeaseState
+from cache_store.load import LoadState
+from cache_store.parking import Parked, ParkedState, ParkingTable
+from cache_store.reader import Reader
+from cache_store.settings import AgentSettings
+from protos import cache_store_pb2 as pb
+from protos import common_pb2
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.cache_store.lease_fixtures import (
+    LAYOUT,
+    LEASE_S,
+    STALL_S,
+    Clock,
+    drain,
+    make_table,
+    prefill_result,
+    publish_all,
+    wanted,
+)
+from tests.unit.cache_store.test_load import FIRST, Stream
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "protocol.md"
+KEY = "r#0.00000000"
+
+
+def rows_of(section: str) -> list[tuple[str, str, str]]:
+    """(state, event, next state) of the transition table of a section."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    body = re.split(r"^## ", text.split(f"\n## {section}\n")[1], flags=re.MULTILINE)[0]
+    table = body.split("| state | event | next state |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.strip().splitlines()]
+    assert all(len(row) == 3 for row in rows) and len(set(rows)) == len(rows)
+    return rows  # type: ignore[return-value]
+
+
+# ---- lease
+
+
+class LeaseCase:
+    """A lease brought into a state, with a reader where the row says so, and everything that can happen to it."""
+
+    def __init__(self, state: str, event: str) -> None:
+        self.clock = Clock()
+        self.table = make_table(self.clock)
+        hold = not ("without hold" in event and state == "computed")
+        lease = self.table.admit(KEY, 5, 12, {"full": [1, 2, 3]}, 0)
+        assert lease is not None
+        self.lease: Lease = lease
+        self.reader: Reader | None = None
+        if "reader" in event or state == "ending":
+            self.open()
+        if state in ("computed", "ending"):
+            self.compute(hold)
+        if state == "ending":
+            self.fail()
+        assert self.lease.state == state
+
+    def open(self) -> None:
+        self.reader = self.table.open_load(KEY, None, 12, wanted(), 1 << 20)
+        assert self.reader is not None
+
+    def compute(self, hold: bool) -> None:
+        publish_all(self.table, KEY)
+        self.table.computed(KEY, prefill_result(), hold)
+
+    def fail(self) -> None:
+        self.table.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
+
+    def give_up(self) -> None:
+        self.table.release(KEY, 5, complete=False)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.table.tick()
+
+    def renew_and_wait(self) -> None:
+        for _ in range(3):
+            self.wait(LEASE_S - 1)
+            self.table.renew(KEY, None)
+
+    def move_and_wait(self) -> None:
+        assert self.reader is not None
+        for _ in range(6):
+            self.reader.sent(1, self.clock.now)
+            self.wait(LEASE_S)
+
+    def stall(self) -> None:
+        for _ in range(20):
+            self.wait(STALL_S / 4)
+
+    def close(self) -> None:
+        assert self.reader is not None
+        self.table.close_load(self.reader, sent=False)
+
+    def send_and_release(self) -> None:
+        self.open()
+        assert self.reader is not None
+        drain(self.reader, self.clock.now)
+        self.table.close_load(self.reader, sent=True)
+        self.table.release(KEY, 5, complete=True)
+
+
+LEASE_EVENTS: dict[str, Callable[[LeaseCase], None]] = {
+    "publish": lambda case: case.table.publish(KEY, "full", 0, 1),
+    "a load opens": LeaseCase.open,
+    "any time passes": lambda case: case.wait(100 * LEASE_S),
+    "computed": lambda case: case.compute(True),
+    "computed without hold": lambda case: case.compute(False),
+    "fail": LeaseCase.fail,
+    "release gives up": LeaseCase.give_up,
+    "renewed in time": LeaseCase.renew_and_wait,
+    "lease time over": lambda case: case.wait(LEASE_S),
+    "lease time over, reader open and moving": LeaseCase.move_and_wait,
+    "lease time over, reader open and stalled": LeaseCase.stall,
+    "everything was sent, release complete": LeaseCase.send_and_release,
+    "reader closes": LeaseCase.close,
+    "reader closes without hold": LeaseCase.close,
+}
+
+
+@pytest.mark.parametrize(("state", "event", "after"), rows_of("Lease (P)"))
+def test_every_transition_of_a_lease_is_as_documented(state: str, event: str, after: str) -> None:
+    case = LeaseCase(state, event)
+    LEASE_EVENTS.get(event, LEASE_EVENTS[event.removesuffix(", reader open")])(case)
+    assert case.lease.state == after
+    ended = case.table.take_ended()
+    assert len(ended) == (1 if after == "ended" else 0)
+    assert (case.table.get(KEY) is None) == (after == "ended")
+
+
+# ---- parked load
+
+
+@pytest.mark.parametrize(("state", "event", "after"), rows_of("Load on P's side"))
+def test_every_transition_of_a_parked_load_is_as_documented(state: str, event: str, after: str) -> None:
+    clock = Clock()
+    table = ParkingTable(2, 2, 10, clock)
+    entry = table.park(KEY, "peer")
+
+    def over() -> None:
+        clock.now += 10
+        table.expire()
+
+    events: dict[str, Callable[[], None]] = {
+        "admit": lambda: table.admit(KEY),
+        "refuse": lambda: table.refuse(KEY, BatonError(ErrorCode.CANCELLED)),
+        "caller goes away": lambda: table.leave(entry),
+        "waiting time over": over,
+    }
+    before: dict[str, Callable[[], None]] = {
+        "parked": lambda: None,
+        "admitted": events["admit"],
+        "refused": events["refuse"],
+        "left": events["caller goes away"],
+    }
+    before[state]()
+    assert _state(entry) == state
+    events[event]()
+    assert _state(entry) == after
+
+
+def _state(entry: Parked) -> ParkedState:
+    return entry.state
+
+
+# ---- load
+
+
+def piece_twice(stream: Stream) -> None:
+    stream.send(0, [FIRST])
+    stream.send(0, [FIRST])
+
+
+def damaged(stream: Stream) -> None:
+    sums = checksum.checksums(memoryview(bytes(LAYOUT.block_bytes)), LAYOUT.block_bytes)
+    stream.send(0, [FIRST], sums=sums)
+
+
+def receive_rest(stream: Stream) -> None:
+    for layer in range(LAYOUT.num_layers):
+        stream.send(layer, [FIRST, FIRST + 1])
+
+
+def done(stream: Stream, result: common_pb2.PrefillResult | None = None) -> None:
+    receive_rest(stream)
+    stream.load.on_done(pb.Done(result=prefill_result() if result is None else result, pieces=4))
+
+
+def done_and_end(stream: Stream) -> None:
+    done(stream)
+    stream.load.on_end()
+
+
+def done_twice(stream: Stream) -> None:
+    done(stream)
+    stream.load.on_done(pb.Done(result=prefill_result(), pieces=4))
+
+
+def time_over(stream: Stream) -> None:
+    stream.clock.now = stream.load.wait_until()
+    stream.load.on_timeout()
+
+
+LOAD_EVENTS: dict[str, Callable[[Stream], None]] = {
+    "Started": lambda stream: stream.load.on_started(pb.Started(generation=1)),
+    "RUNNING": lambda stream: stream.load.on_state(pb.COMPUTE_STATE_RUNNING),
+    "COMPUTED": lambda stream: stream.load.on_state(pb.COMPUTE_STATE_COMPUTED),
+    "piece": lambda stream: stream.send(0, [FIRST]),
+    "piece before Started": lambda stream: stream.send(0, [FIRST]),
+    "piece twice": piece_twice,
+    "piece not asked for": lambda stream: stream.send(0, [FIRST + 9]),
+    "piece damaged": damaged,
+    "no RUNNING in time": time_over,
+    "no progress in time": time_over,
+    "cancelled": lambda stream: stream.load.fail_with(BatonError(ErrorCode.CANCELLED)),
+    "end of stream": lambda stream: stream.load.on_end(),
+    "Done": done,
+    "Done, end of stream": done_and_end,
+    "Done with a piece missing": lambda stream: stream.load.on_done(pb.Done(result=prefill_result(), pieces=0)),
+    "Done without result": lambda stream: done(stream, common_pb2.PrefillResult()),
+    "Done twice": done_twice,
+}
+
+
+@pytest.mark.parametrize(("state", "event", "after"), rows_of("Load on D's side"))
+def test_every_transition_of_a_load_is_as_documented(state: str, event: str, after: str) -> None:
+    stream = Stream()
+    if state in ("running", "computed", "complete"):
+        stream.started()
+    elif state == "requested" and event == "RUNNING":
+        stream.load.on_started(pb.Started(generation=1))
+    if state in ("computed", "complete"):
+        stream.computed()
+    if state == "complete":
+        done_and_end(stream)
+    if state == "failed":
+        stream.load.fail(BatonError(ErrorCode.KV_CHECKSUM_MISMATCH))
+    assert stream.load.state == state
+    with contextlib.suppress(BatonError):
+        LOAD_EVENTS[event](stream)
+    assert stream.load.state == after
+    if state == "failed":
+        assert stream.load.error is not None and stream.load.error.code is ErrorCode.KV_CHECKSUM_MISMATCH
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("section", "states"),
+    [("Lease (P)", LeaseState), ("Load on P's side", ParkedState), ("Load on D's side", LoadState)],
+)
+def test_states_of_the_document_and_of_the_code_have_the_same_names(
+    section: str, states: type[LeaseState] | type[ParkedState] | type[LoadState]
+) -> None:
+    rows = rows_of(section)
+    assert {name for state, _, after in rows for name in (state, after)} == {state.value for state in states}
+
+
+def test_limits_of_the_document_are_the_defaults_of_the_code() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8").split("\n## Limits\n")[1].split("\n## ")[0]
+    named = dict(re.findall(r"`([a-z_]+)` ([\d.]+)", text))
+    defaults = {name: getattr(AgentSettings(), name) for name in AgentSettings.__dataclass_fields__}
+    assert set(named) <= set(defaults)
+    for name, value in named.items():
+        expected = defaults[name] / (1 << 20) if name == "chunk_bytes" else defaults[name]
+        assert float(value) == expected, name
+    assert set(defaults) - set(named) == {"checksum", "bulk_channels"}
