@@ -49,7 +49,7 @@ def wait_ready(base_url: str, stop: threading.Event) -> None:
 def show(answer: StreamedAnswer, first_token_s: float, total_s: float) -> None:
     timeline: dict[str, float] = answer.baton.get("timeline", {})
     usage, baton = answer.usage, answer.baton
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     rows = (
         ("finish reason", answer.finish_reason),
         ("path", f"{baton.get('path')}, attempts {baton.get('attempts')}"),

@@ -47,7 +47,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     kv_checksum: str = "all"
     kv_load_failure_policy: str = "retry"
     kv_bulk_channels: int = 4
-    cache_store_threads: int = 0  # 0: min(32, cores)
     cache_store_queue_size: int = 1000
     cache_store_chunk_bytes: int = 1 << 20
     cache_store_connect_timeout_ms: int = 1000
@@ -91,7 +90,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--threads", self.threads, 0, 4096)
         _in_range("--kv-lease-seconds", self.kv_lease_seconds, 0.05, 86400)
         _in_range("--kv-bulk-channels", self.kv_bulk_channels, 1, 64)
-        _in_range("--cache-store-threads", self.cache_store_threads, 0, 256)
         _in_range("--cache-store-queue-size", self.cache_store_queue_size, 1, 1_000_000)
         _in_range("--cache-store-chunk-bytes", self.cache_store_chunk_bytes, 64 << 10, 1 << 20)
         _in_range("--cache-store-connect-timeout-ms", self.cache_store_connect_timeout_ms, 10, 60_000)

@@ -207,6 +207,7 @@ class EngineCore:
             transfer_queue_depth=agent.queue_depth,
             tombstones=agent.tombstones,
             peers_connected=agent.peers_connected,
+            peers_incompatible=agent.peers_incompatible,
             peers_lost=agent.peers_lost,
             oldest_hold_seconds=dict(scheduler.oldest_hold_seconds()),
         )

@@ -211,6 +211,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     transfer_queue_depth: int = 0
     tombstones: int = 0
     peers_connected: int = 0
+    peers_incompatible: int = 0
     peers_lost: int = 0
     oldest_hold_seconds: dict[str, float] = {}  # by state; absent when none is held
 

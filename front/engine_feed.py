@@ -40,6 +40,7 @@ class EngineFeed:
         self._reception = reception
         self._kv_index = kv_index
         self._transfers = transfers
+        metrics.set("baton_engine_up", 0, rank=self._rank)
 
     def came_up(self, ready: EngineReady) -> None:
         """Facts of the engine, as metrics."""
@@ -101,5 +102,5 @@ class EngineFeed:
         metrics.set("baton_kv_transfer_inflight", stats.transfers_inflight, transport="grpc")
         metrics.set("baton_kv_transfer_queue_depth", stats.transfer_queue_depth, rank=rank)
         metrics.set("baton_peers", stats.peers_connected, state="connected")
-        metrics.set("baton_peers", 0, state="incompatible")
+        metrics.set("baton_peers", stats.peers_incompatible, state="incompatible")
         metrics.set("baton_peers", stats.peers_lost, state="lost")

@@ -276,6 +276,8 @@ class WorkerRegistry:
             except _EngineChanged:
                 pass  # what it is now has to be asked anew
             except BatonError as error:
+                if error.breach:
+                    self._metrics.inc("baton_contract_breaches_total", kind=error.breach)
                 self._disconnect(worker, error.message)
             except Exception as error:
                 # A defect in the watching of one server must not end the router.

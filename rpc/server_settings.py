@@ -83,11 +83,9 @@ class ServerSettings(CommonSettings):
     )
     served_model_name: list[str] = Field([], description="names under which clients ask for it; default: folder name")
     cache_store_port: Port = Field(0, description="port of rank 0's cache store; rank r listens on this + r")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of weights and activations"
-    )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of the KV cache"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="dtype of weights and activations")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="dtype of the KV cache; must be that of the activations"
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="where the weights come from")
     attention_backend: Literal["auto", "torch"] = Field("auto", description="attention implementation")

@@ -29,7 +29,19 @@ def feed_of(front: Front) -> EngineFeed:
 
 async def test_book_stats_when_a_ledger_comes_then_states_add_up_and_usage_leaves_the_cache_out() -> None:
     front = Front("prefill")
-    feed_of(front).book_stats(EngineStats(running=3, waiting=2, ledgers=[LEDGER], leases=1, peers_lost=4))
+    feed_of(front).book_stats(
+        EngineStats(
+            running=3,
+            waiting=2,
+            ledgers=[LEDGER],
+            leases=1,
+            transfers_inflight=5,
+            transfer_queue_depth=6,
+            peers_connected=7,
+            peers_incompatible=8,
+            peers_lost=4,
+        )
+    )
     value = front.metrics.value
     states = ("free", "running", "staged", "receiving", "quarantined", "cached")
     assert sum(value("baton_kv_blocks", rank="0", group="full", state=state) for state in states) == 20
@@ -38,7 +50,10 @@ async def test_book_stats_when_a_ledger_comes_then_states_add_up_and_usage_leave
     assert value("baton_kv_ledger_imbalance_blocks", rank="0", group="full") == 0
     assert value("baton_num_requests_running", model_name="tiny") == 3
     assert value("baton_kv_leases_active") == 1
-    assert value("baton_peers", state="lost") == 4
+    assert value("baton_num_requests_waiting", model_name="tiny") == 2
+    assert value("baton_kv_transfer_inflight", transport="grpc") == 5
+    assert value("baton_kv_transfer_queue_depth", rank="0") == 6
+    assert [value("baton_peers", state=state) for state in ("connected", "incompatible", "lost")] == [7, 8, 4]
 
 
 async def test_book_stats_when_a_hold_ends_then_its_age_is_absent_and_not_zero() -> None:
@@ -67,6 +82,7 @@ async def test_on_step_when_one_figure_cannot_be_booked_then_the_rest_of_the_ste
 async def test_came_up_when_the_engine_is_ready_then_model_and_engine_are_described() -> None:
     front = Front("decode")
     feed = feed_of(front)
+    assert front.metrics.value("baton_engine_up", rank="0") == 0
     feed.came_up(engine_ready())
     assert front.metrics.value("baton_engine_up", rank="0") == 1
     exposition = front.metrics.render().decode()

@@ -285,3 +285,12 @@ async def test_r6_members_and_requests_in_any_order_leave_every_count_at_zero():
         known = any(w.address == address for w in registry.workers())
         assert (f'worker="{address}"' in shown) == known
     await registry.pool.close()
+
+
+async def test_add_when_the_server_describes_itself_incompletely_then_it_is_not_used_and_the_breach_is_counted():
+    async with running_cluster(0, 0) as cluster:
+        await cluster.add("prefill", model_fingerprint="")
+        await cluster.until(lambda: cluster.metrics.value("baton_contract_breaches_total", kind="absent_field"))
+        [worker] = cluster.registry.workers()
+        assert (worker.state, worker.facts) == ("unhealthy", None)
+        assert worker.reasons == ("a server describes itself incompletely",)
