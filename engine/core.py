@@ -96,6 +96,7 @@ class EngineCore:
         role: Role = "prefill" if config.role == "prefill" else "decode"
         self._families = families_of(role, colocated=True, tensor_parallel=True)
         self._told_at = self.time.now
+        self._told_releases = 0
 
     # -- in -------------------------------------------------------------------------------------------------
 
@@ -173,10 +174,15 @@ class EngineCore:
         return min(self.scheduler.next_tick_in(), max(0.0, self._told_at + IDLE_MESSAGE_S - self.time.now))
 
     def take_message(self) -> StepMessage | None:
-        """News since the last message; None if there are none and the last one is less than a second old."""
+        """News since the last message; None if there are none and the last one is less than a second old.
+
+        Blocks that a peer let go of are news too: the front shows the ledger as it is.
+        """
         kv_events = self.kv.take_events()
-        if not self.scheduler.news and not kv_events and self.time.now < self._told_at + IDLE_MESSAGE_S:
+        quiet = not self.scheduler.news and not kv_events and self.kv.releases == self._told_releases
+        if quiet and self.time.now < self._told_at + IDLE_MESSAGE_S:
             return None
+        self._told_releases = self.kv.releases
         news = self.scheduler.news
         for name, count in (("capacity", self.kv.evicted_blocks), ("flush", self.kv.flushed_blocks)):
             if count:

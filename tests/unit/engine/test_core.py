@@ -284,6 +284,28 @@ def test_abort_when_it_meets_each_state_of_both_servers_then_the_ledgers_return_
         assert serve(p, d, key(9), PROMPT, max_tokens=16) == alone(PROMPT, max_tokens=16)
 
 
+def test_message_when_nothing_but_blocks_came_back_then_it_tells_of_them_at_once():
+    with pair() as (p, d):
+        d.add("a#0.00000000", PROMPT, RunMode.DECODE, source=p.source)
+        d.step()
+        d.abort("a#0.00000000")
+        d.collect()
+        assert d.ended("a#0.00000000")
+        assert d.ledger()["quarantined"] == 6
+        told = []
+        # The engine's clock stands still as far as the silence towards the front is concerned.
+        d.core._told_at = float("inf")
+
+        def freed() -> bool:
+            message = d.core.take_message()
+            told.extend(message.stats.ledgers if message is not None else ())
+            return bool(told)
+
+        d.collect = lambda: None
+        run_until([p, d], freed, limit_s=5.0)
+        assert (told[-1].quarantined, told[-1].free) == (0, told[-1].total)
+
+
 def test_lease_when_nobody_loads_then_it_expires_on_its_own_clock():
     with RealEngine("prefill", kv_lease_seconds=0.2) as p:
         p.add("a#0.00000000", PROMPT, RunMode.PREFILL)
