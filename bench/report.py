@@ -1,7 +1,6 @@
 """`make bench`: Baton beside `transformers` on this machine, what router and RPC add, and how fast KV travels.
 
-Prints a page in Markdown. `bench.comparison` says what is measured and how. `--check` ends with status 1 when a target
-is missed.
+Prints the page `docs/benchmarks.md`, its progress on stderr. `--check` ends with status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -40,6 +39,30 @@ START_S, RESIDENT_MB = 2.0, 150.0
 TRANSFER_TOKENS, TRANSFER_GB_S = 2000, 0.5
 STARTS = 3
 ENGINELESS = ("router", "prefill_server", "decode_server")
+
+
+METHOD = """
+## Method
+
+A cluster (router, one prefill and one decode server, each with its engine) and a `transformers` process with the same
+model, dtype, thread count and thread policy are alive together. Their rounds alternate, and so does their order; while
+one works the other is idle. The first round warms up and is not counted. Prompts are random token ids, new in every
+round, the same for both.
+
+* **decode**: tokens per second while all streams decode, as an OpenAI client of the router sees them, first tokens
+  excluded. The prompts were served once before, so that the streams begin together. Against it the plain greedy loop of
+  `transformers` with a KV cache in one batch, its prefill excluded.
+* **prefill**: prompt tokens over the time from sending the request to its first token at the client, for a prompt that
+  no cache knows. Against it one forward pass.
+* **added to a token**: time per output token at the client minus the decode server's mean engine step, one stream.
+* **added to the first token**: time to the first token at the client minus computing and sampling on the prefill server,
+  for prompts of 64 tokens that no cache knows, one at a time over one connection.
+* **KV transfer**: payload bytes over the time from opening the load to its verified end, between two processes with real
+  cache-store agents; the bare socket moves the same bytes between the same processes without looking at them.
+* **start**: from starting the process to its first answer on `/live`.
+
+`baton bench serve` measures a running cluster under a load of your choice.
+"""
 
 
 class Page:
@@ -148,7 +171,9 @@ def show_circumstances(page: Page, model: str, threads: int, rounds: int) -> Non
         f"{datetime.now(UTC):%Y-%m-%d}, Baton {version()} ({source_revision()}). {machine}. {model}, 1 prefill and 1 "
         f"decode server, {threads} threads each, {rounds} rounds. Figures are medians (lowest–highest)."
     )
-    page.line(f"\nCommand: `make bench` (`python -m bench.report --rounds {rounds} --threads {threads}`).")
+    page.line(
+        f"\nMade by `make bench`: `python -m bench.report --rounds {rounds} --threads {threads}`, which prints this page."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         show_transfer(page, max(5, arguments.rounds))
         show_starts(page, str(folder))
+        page.line(METHOD.rstrip())
     except (MeasurementFailed, StartFailed, LaunchError, ModelPrepareError) as error:
         print(f"bench.report: {error}", file=sys.stderr)
         return 1

@@ -69,4 +69,4 @@ def test_operations_page_names_codes_with_their_numbers() -> None:
 def test_pages_that_are_linked_exist() -> None:
     for page in (*DOCS.glob("*.md"), README):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).is_file() or target.endswith("benchmarks.md"), f"{page.name}: {target}"
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"
