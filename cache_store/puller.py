@@ -82,7 +82,6 @@ class _Job:
     error: BatonError | None = None
     task: asyncio.Task[None] | None = None
     cancelled_at: float | None = None
-    started_ns: int = 0
 
     def fail(self, error: BatonError) -> None:
         if self.error is None:
@@ -147,7 +146,7 @@ class Puller:
         if key in self._jobs:
             raise ValueError(f"a load of {key} is open already")
         self.forget(key)
-        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began, started_ns=time.monotonic_ns())
+        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began)
         kept = self._kept.pop(key, None)
         try:
             job.legs = self._plan(job, kept)

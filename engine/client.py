@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +126,6 @@ class EngineClient:
         self.on_step: Callable[[StepMessage], None] | None = None
         self.dead = asyncio.Event()
         self.death: BatonError | None = None
-        self.heard_at = 0.0  # monotonic seconds of the engine's last message
         self._streams: dict[str, RequestStream] = {}
         self._pending = FrontMessage()
         self._flush_handle: asyncio.Handle | None = None
@@ -348,7 +346,6 @@ class EngineClient:
                 frame = self._from_engine.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.heard_at = time.monotonic()
             try:
                 envelope = self._decoder.decode(frame)
             except msgspec.MsgspecError as error:

@@ -175,11 +175,6 @@ class Request:
         return self.clocks[-1].stage
 
     @property
-    def to_load(self) -> bool:
-        """It gets its prompt's KV from a prefill server."""
-        return not self.compute_here
-
-    @property
     def remaining(self) -> int:
         """Known tokens whose KV is not in the pool."""
         return len(self.tokens) - self.computed

@@ -27,7 +27,6 @@ class RequestTable:
         self._finished: deque[Request] = deque(maxlen=FINISHED_KEPT)
         self.tombstones = Tombstones(KEY_MEMORY_S, clock=clock)
         self._served = Tombstones(KEY_MEMORY_S, clock=clock)
-        self.tombstone_hits = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -47,7 +46,6 @@ class RequestTable:
         changed.
         """
         if self.tombstones.hit(request_key):
-            self.tombstone_hits += 1
             raise BatonError(ErrorCode.REQUEST_TOMBSTONED, "the request was aborted before it arrived")
         if request_key in self._open:
             raise BatonError(ErrorCode.DUPLICATE_REQUEST, "a request with this key is open; use a new key per attempt")

@@ -12,10 +12,12 @@ it closes every leg that is open and frees what is staged.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from protos import common_pb2, decode_pb2, prefill_pb2
 from router import wire
@@ -41,6 +43,8 @@ from router.worker import Worker
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry as Metrics
+
+_log = logging.getLogger(__name__)
 
 # After the decode server finished: how long the prefill server's answer (its timings) is waited for.
 ANSWER_GRACE_S = 0.25
@@ -173,7 +177,7 @@ class Attempt:
                 self._take(leg, payload)
             except BatonError as error:
                 if error.breach and leg is not None:
-                    self._context.metrics.inc("baton_contract_breaches_total", kind=error.breach)
+                    self._note_breach(leg, error)
                     self.blamed.add(leg.worker)
                     leg.end(error)
                 raise
@@ -206,10 +210,6 @@ class Attempt:
             staged = prefill.answered and prefill.hold_kv and not (decode is not None and decode.loaded)
             if staged or not prefill.ended_by_server:
                 self._abort(prefill, code, source)
-
-    def uses(self, worker: Worker) -> bool:
-        """Whether a leg is open on `worker`."""
-        return any(leg is not None and not leg.ended and leg.worker is worker for leg in (self._prefill, self._decode))
 
     def lost(self, worker: Worker) -> None:
         """`worker` does not answer any more."""
@@ -253,36 +253,25 @@ class Attempt:
         else:
             message.kv_source.CopyFrom(wire.kv_source(self.choice.prefill))
         self._tried_decodes.add(worker)
-        context = self._context
-        self._decode = DecodeLeg(
-            message,
-            worker,
-            self.key,
-            pool=context.pool,
-            tasks=context.tasks,
-            mailbox=self._mailbox,
-            deadline=self._request.deadline,
-            max_rpc_s=context.limits.max_rpc_s,
-            metadata=self._metadata(),
-            clock=context.clock,
-        )
+        self._decode = DecodeLeg(message, worker, self.key, **self._common())
 
     def _open_prefill(self, worker: Worker) -> None:
         hold_kv = self.choice.decode is not None
         message = prefill_pb2.PrefillRequest(input=self._input(worker), hold_kv=hold_kv)
+        self._prefill = PrefillLeg(message, worker, self.key, **self._common())
+
+    def _common(self) -> dict[str, Any]:
+        """What both legs get."""
         context = self._context
-        self._prefill = PrefillLeg(
-            message,
-            worker,
-            self.key,
-            pool=context.pool,
-            tasks=context.tasks,
-            mailbox=self._mailbox,
-            deadline=self._request.deadline,
-            max_rpc_s=context.limits.max_rpc_s,
-            metadata=self._metadata(),
-            clock=context.clock,
-        )
+        return {
+            "pool": context.pool,
+            "tasks": context.tasks,
+            "mailbox": self._mailbox,
+            "deadline": self._request.deadline,
+            "max_rpc_s": context.limits.max_rpc_s,
+            "metadata": self._metadata(),
+            "clock": context.clock,
+        }
 
     def _abort(self, leg: Leg, code: ErrorCode, source: AbortSource) -> None:
         self._context.aborts.send(leg.role, leg.worker.address, leg.key, code, source)
@@ -321,8 +310,10 @@ class Attempt:
     def _answered(self, response: prefill_pb2.PrefillResponse) -> None:
         leg = self._prefill
         assert leg is not None
-        if not response.HasField("result"):
-            self._leg_failed(leg, breach("an answer without a prefill result"))
+        try:
+            _check_result(response)
+        except BatonError as error:
+            self._leg_failed(leg, error)
             return
         leg.end(None)
         self._leg_stage("prefill", leg)
@@ -353,6 +344,7 @@ class Attempt:
             leg.generating = True
             self._note_first_decode_token(event.tokens)
             if event.tokens.HasField("prefill") and not self._summarized:
+                _check_result(event.tokens)
                 self._summarize(event.tokens.prefill, event.tokens.tokens)
             elif self.choice.prefill is None and not self._summarized:
                 raise breach("a first token without its prefill result")
@@ -363,6 +355,7 @@ class Attempt:
             self._leg_stage("reserve", leg)
         elif kind == "loaded":
             leg.loaded = leg.generating = True
+            _check_result(event.loaded)
             self._prompt_computed(event.loaded.prefill)
         elif kind == "finished":
             self._finished(leg, event.finished)
@@ -393,11 +386,13 @@ class Attempt:
     def _prefill_failed(self, leg: Leg, error: BatonError) -> None:
         leg.end(error)
         self._context.registry.note_failure(leg.worker, error)
-        if self._late_end is not None:
-            self._out.append(self._late_end)
-        elif self._decode is None or not self._decode.generating:
+        if self._late_end is None and (self._decode is None or not self._decode.generating):
             self.blamed.add(leg.worker)
             raise error
+        if error.breach:
+            self._note_breach(leg, error)
+        if self._late_end is not None:
+            self._out.append(self._late_end)
 
     def _decode_failed(self, error: BatonError) -> None:
         leg, prefill = self._decode, self._prefill
@@ -431,6 +426,11 @@ class Attempt:
             return
         raise error
 
+    def _note_breach(self, leg: Leg, error: BatonError) -> None:
+        where, what = leg.worker.address, error.metadata.get("breach") or error.code.name
+        _log.error("contract breach by the %s server %s: %s", leg.role, where, what)
+        self._context.metrics.inc("baton_contract_breaches_total", kind=error.breach)
+
     def _grace_over(self) -> None:
         if self._late_end is not None:
             self._out.append(self._late_end)
@@ -443,8 +443,6 @@ class Attempt:
 
     def _prompt_computed(self, result: common_pb2.PrefillResult) -> None:
         """The prompt's result, from whichever server says it first; the second time it changes nothing."""
-        if not result.HasField("first_token"):
-            raise breach("a prefill result without its token")
         reason = wire.finish_reason(result.finish_reason)
         if reason is not None and self._decode is not None:
             self._early_end = Ended(reason, _stop_token(result))
@@ -454,8 +452,6 @@ class Attempt:
             self._summarize(result, [result.first_token])
 
     def _summarize(self, result: common_pb2.PrefillResult, tokens: Iterable[common_pb2.TokenOutput]) -> None:
-        if not result.HasField("cached_tokens"):
-            raise breach("a prefill result without its cached tokens", kind="absent_field")
         self._summarized = True
         self._first_token_at = self._context.clock()
         summary = PrefillSummary(
@@ -484,6 +480,18 @@ class Attempt:
         seconds = max(0.0, self._context.clock() - leg.began)
         self.timeline[f"router.{stage}"] = seconds
         self._context.metrics.observe("baton_stage_seconds", seconds, stage=stage)
+
+
+def _check_result(message: prefill_pb2.PrefillResponse | decode_pb2.Loaded | decode_pb2.Tokens) -> None:
+    """Raises the breach of a message whose prefill result is absent or lacks what it must have."""
+    name = "result" if isinstance(message, prefill_pb2.PrefillResponse) else "prefill"
+    if not message.HasField(name):  # type: ignore[arg-type]
+        raise breach("an answer without a prefill result")
+    result: common_pb2.PrefillResult = getattr(message, name)
+    if not result.HasField("first_token"):
+        raise breach("a prefill result without its token")
+    if not result.HasField("cached_tokens"):
+        raise breach("a prefill result without its cached tokens", kind="absent_field")
 
 
 def _stop_token(message: common_pb2.PrefillResult | decode_pb2.Finished) -> int | None:

@@ -79,7 +79,7 @@ class OpenWork:
 class Lifecycle:
     """What a process has been told by signals.
 
-    `stopping` is set by the first signal (or by `request_stop`), `fast` by the second. From the second on the
+    `stopping` is set by the first signal, `fast` by the second. From the second on the
     process ends within FAST_EXIT_LIMIT_S whatever it is doing. Belongs to one event loop, which must be
     running.
     """
@@ -125,10 +125,6 @@ class Lifecycle:
         self._watchdog.daemon = True
         self._watchdog.start()
         self.fast.set()
-
-    def request_stop(self) -> None:
-        """Drains as the first signal does."""
-        self.stopping.set()
 
     async def drain(
         self,

@@ -18,7 +18,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Literal, TextIO
 
@@ -234,16 +234,6 @@ def close_logging() -> None:
 
 
 atexit.register(close_logging)
-
-
-@contextlib.contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """Log records of the `with` body carry `request_id`."""
-    token = request_id_var.set(request_id)
-    try:
-        yield
-    finally:
-        request_id_var.reset(token)
 
 
 class AccessLog:

@@ -34,7 +34,6 @@ __all__ = [
     "FAMILIES",
     "MAX_WORKERS",
     "SECTIONS",
-    "Bound",
     "Family",
     "Registry",
     "Role",
@@ -61,18 +60,6 @@ class ObservationLike(Protocol):
     def labels(self) -> Mapping[str, str]: ...
     @property
     def value(self) -> float: ...
-
-
-class Bound:
-    """One family of a registry; `labels()` gives the series, which has `inc`, `set` or `observe` by its
-    kind."""
-
-    def __init__(self, registry: Registry, name: str) -> None:
-        self._registry = registry
-        self._name = name
-
-    def labels(self, **labels: str) -> _Metric:
-        return self._registry.series(self._name, labels)
 
 
 class Registry:
@@ -164,21 +151,6 @@ class Registry:
             found = metric.labels(*values) if values else metric
             self._series[key] = found
         return found
-
-    def _bound(self, name: str, kind: str) -> Bound:
-        family = self.families.get(name)
-        if family is None or family.kind != kind:
-            raise KeyError(f"{self.role} has no {kind} named {name}")
-        return Bound(self, name)
-
-    def counter(self, name: str) -> Bound:
-        return self._bound(name, "counter")
-
-    def gauge(self, name: str) -> Bound:
-        return self._bound(name, "gauge")
-
-    def histogram(self, name: str) -> Bound:
-        return self._bound(name, "histogram")
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter (>= 0) or a gauge."""

@@ -344,6 +344,3 @@ class GrpcServer:
         if self._started:
             await self.set_serving(False)
         await self._server.stop(grace_s)
-
-    async def wait_stopped(self) -> None:
-        await self._server.wait_for_termination()

@@ -5,7 +5,6 @@ This module is the only place that does either. Nothing is classified by the tex
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn
 
@@ -26,8 +25,6 @@ MAX_MESSAGE_BYTES = 600
 DEFAULT_RETRY_DELAY_S = 1.0
 
 Leg = Literal["prefill", "decode", "cache_store"]
-
-_log = logging.getLogger(__name__)
 
 
 def _cut(text: str, max_bytes: int) -> str:
@@ -240,26 +237,20 @@ def decode_view(error: BatonError) -> BatonError:
 
 
 def load_failed(cause: BatonError) -> BatonError:
-    """A decode server's failed load: LOAD_KV_CACHE_FAILED with number and name of the cause in the
+    """A decode server's failed load: LOAD_KV_CACHE_FAILED with number, name and message of the cause in the
     metadata."""
     if cause.code is ErrorCode.LOAD_KV_CACHE_FAILED:
         return cause
     return BatonError(
         ErrorCode.LOAD_KV_CACHE_FAILED,
-        "the KV cache could not be loaded from the prefill server",
-        stage=cause.stage,
-        metadata={**cause.metadata, "cause_code": str(int(cause.code)), "cause": cause.code.name},
-    )
-
-
-def contract_breach(peer: str, what: str) -> BatonError:
-    """A peer's answer without its result or its code: a failure, never a success by default. Logged as an
-    error."""
-    _log.error("contract breach by peer %s: %s", clean_text(peer, 128), clean_text(what, 256))
-    return BatonError(
-        ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
-        "a server of the cluster answered without a result",
-        metadata={"contract_breach": "missing_result", "breach": what},
+        "the prompt's KV could not be loaded from the prefill server; send the request again",
+        stage=cause.stage or "load",
+        metadata={
+            **cause.metadata,
+            "cause_code": str(int(cause.code)),
+            "cause": cause.code.name,
+            "cause_message": cause.message,
+        },
     )
 
 

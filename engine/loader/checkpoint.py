@@ -25,8 +25,6 @@ class WeightSource(Protocol):
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copy tensor `name` into `out`, converting its dtype; ModelLoadError if missing or misshapen."""
 
-    def has(self, name: str) -> bool: ...
-
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, sorted by name; ModelLoadError when one is missing."""
@@ -76,9 +74,6 @@ class SafetensorsCheckpoint:
         self._place.clear()
         self._stack.close()
 
-    def has(self, name: str) -> bool:
-        return name in self._place
-
     def read_into(self, name: str, out: torch.Tensor) -> None:
         place = self._place.get(name)
         if place is None:
@@ -95,9 +90,6 @@ class SafetensorsCheckpoint:
 
 class DummyCheckpoint:
     """Random weights that depend on tensor name and shape alone, so that every server makes the same ones."""
-
-    def has(self, name: str) -> bool:
-        return True
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         if name.endswith("norm.weight"):

@@ -41,7 +41,6 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over head_dim of each query and key head, before RoPE
     tie_embeddings: bool  # the output head shares the embedding table
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     checkpoint_dtype: str  # dtype the folder's weights are stored in, as config.json says
     max_model_len: int  # positions (prompt + output) the model can be served with
 
@@ -159,7 +158,6 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
     rope = parse_rope(source, max_positions)
     bias = reader.boolean("attention_bias") if family in ("llama", "qwen3") else False
     dtype = str(source.get("dtype") or source.get("torch_dtype") or "float32").removeprefix("torch.")
-    bos = token_ids(source.get("bos_token_id"), "bos_token_id")
     return ModelConfig(
         family=family,
         vocab_size=reader.integer("vocab_size"),
@@ -178,7 +176,6 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family == "qwen3",
         tie_embeddings=reader.boolean("tie_word_embeddings"),
         eos_token_ids=token_ids(source.get("eos_token_id"), "eos_token_id"),
-        bos_token_id=bos[0] if bos else None,
         checkpoint_dtype=dtype,
         max_model_len=_longest(rope, max_positions),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from rpc.errors import BatonError, ErrorCode
+from rpc.errors import BatonError
 
 
 class AfterFailure(StrEnum):
@@ -22,18 +22,3 @@ def after_failed_load(
     if policy != "fail" and may_recompute and error.spec.retryable:
         return AfterFailure.RECOMPUTE
     return AfterFailure.FAIL
-
-
-def load_failure(cause: BatonError) -> BatonError:
-    """The failure of the request, LOAD_KV_CACHE_FAILED, with its cause in the metadata."""
-    return BatonError(
-        ErrorCode.LOAD_KV_CACHE_FAILED,
-        "the prompt's KV could not be loaded from the prefill server; send the request again",
-        stage="load",
-        metadata={
-            **cause.metadata,
-            "cause_code": str(int(cause.code)),
-            "cause": cause.code.name,
-            "cause_message": cause.message,
-        },
-    )

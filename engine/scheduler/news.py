@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from engine.messages import EngineError, Observation, RequestOutput, StagedEnd
 from rpc.errors import BatonError
 
@@ -37,9 +35,6 @@ class News:
 
     def sample(self, name: str, value: float, **labels: str) -> None:
         self._samples.append(Observation(name, labels, value))
-
-    def observe(self, name: str, value: float, labels: Mapping[str, str]) -> None:
-        self._samples.append(Observation(name, dict(labels), value))
 
     def __bool__(self) -> bool:
         return bool(self._outputs or self._staged_ends)

@@ -29,9 +29,10 @@ from engine.runner.batch import StepResult
 from engine.scheduler.batching import Batcher, StepPlan
 from engine.scheduler.finish import finish_of
 from engine.scheduler.limits import Limits, check_request
-from engine.scheduler.load_policy import AfterFailure, after_failed_load, load_failure
+from engine.scheduler.load_policy import AfterFailure, after_failed_load
 from engine.scheduler.news import News, engine_error
 from rpc.errors import BatonError, ErrorCode
+from rpc.status import load_failed
 
 
 def for_readers(error: BatonError) -> BatonError:
@@ -376,7 +377,7 @@ class Scheduler:
         if retriable_here:
             self.transfer.cancel_load(request.key, error)
         if action is AfterFailure.FAIL:
-            request.error = load_failure(error)
+            request.error = load_failed(error)
             self._close(request, RequestState.ENDED, None, None)
             return
         request.begin_compute()

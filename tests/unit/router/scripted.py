@@ -106,6 +106,8 @@ class ScriptedServer:
         self.muted = False  # the process is stopped: it takes bytes but answers nothing
         self.loads = True  # a decode server; False: every load fails, and it computes the prompts itself
         self.info_changes: dict[str, object] = {}
+        # What becomes of a message before it is sent: it may be changed; None leaves it out.
+        self.twist: Callable[[object], object] = lambda message: message
         self.address = ""
         self.changed = asyncio.Condition()
         self._tombstones: set[str] = set()
@@ -293,7 +295,7 @@ class _PrefillService(prefill_pb2_grpc.PrefillServicer):
                 result=prefill_result(request.input), kv_generation=1, engine_id=server.engine_id
             )
             response.timeline.stages["compute"] = 0.25
-            return response
+            return server.twist(response)
         except BatonError as error:
             server.staged.discard(key)
             await status.abort(context, error)
@@ -314,6 +316,11 @@ class _DecodeService(decode_pb2_grpc.DecodeServicer):
         self._server = server
 
     async def Decode(self, request, context):
+        async for event in self._events(request, context):
+            if (sent := self._server.twist(event)) is not None:
+                yield sent
+
+    async def _events(self, request, context):
         server, key = self._server, request.input.request_key
         local = request.HasField("local_prefill")
         try:

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from rpc.logs import AccessLog, AsyncLogHandler, close_logging, request_context, setup_logging
+from rpc.logs import AccessLog, AsyncLogHandler, close_logging, request_id_var, setup_logging
 
 
 @pytest.fixture
 def restored() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    token = request_id_var.set("")  # another test may have left one
     yield
+    request_id_var.reset(token)
     close_logging()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -35,8 +37,9 @@ def test_json_line_has_the_documented_fields() -> None:
     handler = setup_logging("decode", "info", "json", rank=2, stream=stream)
     log = logging.getLogger("some.module")
     log.debug("not shown")
-    with request_context("r-1"):
-        log.warning("went %s", "wrong", extra={"code": "MALLOC_FAILED", "api_key": "hush"})
+    token = request_id_var.set("r-1")
+    log.warning("went %s", "wrong", extra={"code": "MALLOC_FAILED", "api_key": "hush"})
+    request_id_var.reset(token)
     log.info("outside")
     handler.flush()
     first, second = [json.loads(line) for line in stream.getvalue().splitlines()]
@@ -65,8 +68,9 @@ def test_exception_is_in_the_line_and_the_line_is_one() -> None:
 def test_text_form_is_for_people() -> None:
     stream = io.StringIO()
     handler = setup_logging("prefill", format="text", rank=0, stream=stream)
-    with request_context("r-9"):
-        logging.getLogger("x").error("oh", extra={"peer": "h:1"})
+    token = request_id_var.set("r-9")
+    logging.getLogger("x").error("oh", extra={"peer": "h:1"})
+    request_id_var.reset(token)
     handler.flush()
     assert stream.getvalue().rstrip().endswith("ERROR   prefill[0] r-9 x: oh peer=h:1")
 

@@ -154,16 +154,16 @@ def test_wrong_kind_is_refused() -> None:
     with pytest.raises(KeyError):
         registry.inc("baton_stage_seconds", stage="load")
     with pytest.raises(KeyError):
-        registry.counter("baton_ready")
+        registry.dec("baton_tombstone_hits_total")
     with pytest.raises(ValueError):
         registry.inc("baton_tombstone_hits_total", -1)
 
 
-def test_bound_families_give_series() -> None:
+def test_figures_of_each_kind_have_the_value_that_was_booked() -> None:
     registry = Registry("router")
-    registry.counter("baton_retries_total").labels(role="decode", code="MALLOC_FAILED").inc()  # type: ignore[union-attr]
-    registry.gauge("baton_router_queue_depth").labels().set(3)  # type: ignore[union-attr]
-    registry.histogram("baton_request_prompt_tokens").labels(model_name="m").observe(9)  # type: ignore[union-attr]
+    registry.inc("baton_retries_total", role="decode", code="MALLOC_FAILED")
+    registry.set("baton_router_queue_depth", 3)
+    registry.observe("baton_request_prompt_tokens", 9, model_name="m")
     assert registry.value("baton_retries_total", role="decode", code="MALLOC_FAILED") == 1
     assert registry.value("baton_router_queue_depth") == 3
     assert registry.value("baton_request_prompt_tokens_sum", model_name="m") == 9

@@ -13,7 +13,6 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.status import (
     DETAILS_KEY,
     MAX_STATUS_BYTES,
-    contract_breach,
     decode_view,
     from_rpc_error,
     load_failed,
@@ -233,12 +232,6 @@ def test_load_failed_names_its_cause() -> None:
         "peer": "p",
         "cause_code": "8307",
         "cause": "CACHE_STORE_LOAD_BUFFER_TIMEOUT",
+        "cause_message": "m",
     }
     assert load_failed(error) is error
-
-
-def test_contract_breach_is_8308_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    error = contract_breach("10.0.0.1:5", "no result in PrefillResponse")
-    assert (error.code, error.breach) == (E.CACHE_STORE_LOAD_UNKNOWN_ERROR, "missing_result")
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "10.0.0.1" not in error.message
