@@ -55,10 +55,10 @@ round, the same for both.
 * **prefill**: prompt tokens over the time from sending the request to its first token at the client, for a prompt that
   no cache knows. Against it one forward pass.
 * **added to a token**: time per output token at the client minus the decode server's mean engine step, one stream.
-* **added to the first token**: time to the first token at the client minus computing and sampling on the prefill server,
-  for prompts of 64 tokens that no cache knows, one at a time over one connection.
-* **KV transfer**: payload bytes over the time from opening the load to its verified end, between two processes with real
-  cache-store agents; the bare socket moves the same bytes between the same processes without looking at them.
+* **added to the first token**: time to the first token at the client minus computing and sampling on the prefill
+  server, for prompts of 64 tokens that no cache knows, one at a time over one connection.
+* **KV transfer**: payload bytes over the time from opening the load to its verified end, between two processes with
+  real cache-store agents; the bare socket moves the same bytes between the same processes without looking at them.
 * **start**: from starting the process to its first answer on `/live`.
 
 `baton bench serve` measures a running cluster under a load of your choice.
@@ -172,7 +172,7 @@ def show_circumstances(page: Page, model: str, threads: int, rounds: int) -> Non
         f"decode server, {threads} threads each, {rounds} rounds. Figures are medians (lowest–highest)."
     )
     page.line(
-        f"\nMade by `make bench`: `python -m bench.report --rounds {rounds} --threads {threads}`, which prints this page."
+        f"\nThis page is what `make bench` prints: `python -m bench.report --rounds {rounds} --threads {threads}`."
     )
 
 
