@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -27,11 +28,11 @@ MAX_HEAD_BYTES = 65536
 _REQUEST_ID_HEADERS = ("x-request-id", "x-trace-id", "x-correlation-id")
 
 
-def header_request_id(request: Request) -> str:
-    """The id that the client gave in a header, or "" when there is none; INVALID_PARAMS when it is none."""
+def header_request_id(headers: Headers) -> str:
+    """The id that the client gave in a header, "" when there is none; INVALID_PARAMS for one that cannot be used."""
     for name in _REQUEST_ID_HEADERS:
-        value = request.headers.get(name)
-        if value:
+        value = headers.get(name)
+        if value is not None:
             if not valid_request_id(value):
                 raise BatonError(
                     ErrorCode.INVALID_PARAMS,
@@ -45,7 +46,7 @@ def header_request_id(request: Request) -> str:
 def echoed_request_id(request: Request) -> str:
     """An id for the response whatever happened: the client's if it is valid, else a new one."""
     with contextlib.suppress(BatonError):
-        return header_request_id(request) or new_request_id()
+        return header_request_id(request.headers) or new_request_id()
     return new_request_id()
 
 

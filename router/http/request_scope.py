@@ -10,11 +10,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.errors import ClientGone, error_response, internal_error, unauthenticated
-from rpc.errors import BatonError, ErrorCode
-from rpc.ids import new_request_id, valid_request_id
+from rpc.errors import BatonError
+from rpc.http_server import header_request_id
+from rpc.ids import new_request_id
 from rpc.metrics import Registry
 
-ID_HEADERS = ("x-request-id", "x-trace-id", "x-correlation-id")
 # Probes and scrapers have no key, and ids that their senders make up are no reason to fail them.
 OPEN_PATHS = frozenset(("/health", "/ping", "/live", "/liveness", "/ready", "/readiness", "/version", "/metrics"))
 UNMATCHED = "unmatched"
@@ -23,21 +23,6 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 CLIENT_GONE = 499
 
 _log = logging.getLogger(__name__)
-
-
-def header_request_id(headers: Headers) -> str:
-    """The id that the client gave in a header, "" when there is none; INVALID_PARAMS for one that cannot be used."""
-    for name in ID_HEADERS:
-        value = headers.get(name)
-        if value is not None:
-            if not valid_request_id(value):
-                raise BatonError(
-                    ErrorCode.INVALID_PARAMS,
-                    f"{name} must be 1 to 128 characters out of A-Z a-z 0-9 . _ : -",
-                    param=name,
-                )
-            return value
-    return ""
 
 
 class RequestScope:
