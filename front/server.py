@@ -35,7 +35,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from rpc.errors import BatonError, ErrorCode
 from rpc.http_side import SideCallbacks, SideServer
 from rpc.lifecycle import Lifecycle, watch_loop_lag
-from rpc.logs import AccessLog, setup_logging
+from rpc.logs import setup_logging
 from rpc.metrics import Registry
 from rpc.server import GrpcServer, join_address
 from rpc.version import revision, version
@@ -76,17 +76,7 @@ class FrontServer:
         self.metrics = Registry(role.name, colocated=role.allows_local_prefill)
         self.engine = EngineLink(EngineClient(config), settings.served_names)
         self.lifecycle = Lifecycle()
-        self.access_log = AccessLog(
-            role.name,
-            settings.access_log_path,
-            enabled=not settings.disable_log_requests,
-            content=settings.access_log_content,
-            queue_size=settings.access_log_queue_size,
-            max_bytes=int(settings.access_log_max_bytes),
-            backups=settings.access_log_backups,
-            close_timeout_s=settings.access_log_close_timeout_seconds,
-            on_drop=self.log_dropped,
-        )
+        self.access_log = settings.open_access_log(role.name, self.log_dropped)
         self.reception = Reception(
             role=role.name,
             engine=self.engine,

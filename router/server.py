@@ -38,7 +38,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.http_server import HttpServer
 from rpc.http_side import SideCallbacks, SideServer
 from rpc.lifecycle import DRAINING, SERVING, Lifecycle, OpenWork, watch_loop_lag
-from rpc.logs import AccessLog, setup_logging
+from rpc.logs import setup_logging
 from rpc.metrics import Registry
 from rpc.server import GrpcServer, join_address
 from rpc.version import revision, version
@@ -63,17 +63,7 @@ class RouterServer:
         self.metrics = Registry("router")
         self.metrics.set_build_info(version(), revision())
         self.lifecycle = Lifecycle()
-        self.access_log = AccessLog(
-            "router",
-            settings.access_log_path,
-            enabled=not settings.disable_log_requests,
-            content=settings.access_log_content,
-            queue_size=settings.access_log_queue_size,
-            max_bytes=int(settings.access_log_max_bytes),
-            backups=settings.access_log_backups,
-            close_timeout_s=settings.access_log_close_timeout_seconds,
-            on_drop=self._log_dropped,
-        )
+        self.access_log = settings.open_access_log("router", self._log_dropped)
         self.pool = ChannelPool(on_evict=self._evicted)
         self.registry = WorkerRegistry(
             self.pool,

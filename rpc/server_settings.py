@@ -7,10 +7,12 @@ milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from rpc.logs import AccessLog
 from rpc.settings import Flag, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -68,6 +70,20 @@ class CommonSettings(Settings):
     @property
     def advertised_host(self) -> str:
         return self.advertise_host or self.host
+
+    def open_access_log(self, role: str, on_drop: Callable[[], None]) -> AccessLog:
+        """The access log as these settings want it; `on_drop` is called for each line that had no room."""
+        return AccessLog(
+            role,
+            self.access_log_path,
+            enabled=not self.disable_log_requests,
+            content=self.access_log_content,
+            queue_size=self.access_log_queue_size,
+            max_bytes=int(self.access_log_max_bytes),
+            backups=self.access_log_backups,
+            close_timeout_s=self.access_log_close_timeout_seconds,
+            on_drop=on_drop,
+        )
 
     @property
     def max_rpc_timeout_s(self) -> float:
