@@ -30,6 +30,8 @@ from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 SEED = 20250301
 CLIENTS = 40
 AT_ONCE = 8

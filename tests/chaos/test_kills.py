@@ -26,6 +26,8 @@ from tests.integration.cluster import Cluster, ServerProcess
 from tests.integration.generation_client import Generation, GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 ERROR_LIMIT_S = 5.0
 VICTIMS = [("prefill", "front"), ("prefill", "engine"), ("decode", "front"), ("decode", "engine")]
 

@@ -13,6 +13,8 @@ from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:

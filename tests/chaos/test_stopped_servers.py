@@ -27,6 +27,8 @@ from tests.integration.cluster import Cluster, ServerProcess
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 # Silence, two checks without an answer, and the search for another server.
 LIMIT_S = 8.0
 SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.03"}

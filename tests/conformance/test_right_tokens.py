@@ -15,6 +15,8 @@ from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import TINY_MODELS, tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 BLOCK = 16
 # Tokens of a step on either server. Longer prompts are computed in chunks, which end inside a block when several
 # prompts share the step.

@@ -15,6 +15,8 @@ from tests.integration.cluster import Cluster, ServerProcess
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 TOKENS = 80
 FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
          "--num-kv-blocks", "256")  # fmt: skip

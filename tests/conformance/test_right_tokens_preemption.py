@@ -14,6 +14,8 @@ from tests.integration.cluster import Cluster, ServerProcess
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 TOKENS = 60
 PROMPT = 40
 BLOCKS = 24  # of a decode server: three whole requests, and five at their start

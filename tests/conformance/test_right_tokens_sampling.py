@@ -17,6 +17,8 @@ from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient, request_of
 from tests.unit.engine.tiny_models import tiny_model
 
+pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
+
 TOKENS = 24
 # Options of one request each, as the API names them.
 SAMPLED: tuple[dict[str, Any], ...] = (

@@ -45,7 +45,8 @@ def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_afte
         # Pieces were sent slowly enough that the whole transfer, begun after the last layer, would take longer.
         assert LAYERS * BLOCKS * PIECE_S > LAYER_S
         for layer in range(1, LAYERS):
-            assert (published[layer] - published[layer - 1]) / 1e9 >= LAYER_S
+            # Less a little: the times are taken on threads of their own.
+            assert (published[layer] - published[layer - 1]) / 1e9 >= 0.8 * LAYER_S
             assert received[layer - 1] < published[layer], f"layer {layer - 1} came after layer {layer} was computed"
         assert decode["load_started"] < published[0]
         behind_s = (decode["load_complete"] - published[-1]) / 1e9
