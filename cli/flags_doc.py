@@ -47,7 +47,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("decode_retry_timeout_ms", "decode_retry_interval_ms", "stop_stream_wait_timeout_ms"),
         *("reserve_timeout_secs", "stream_inactivity_timeout_secs"),
     ),
-    "Admission": ("max_concurrent_requests", "queue_size", "queue_timeout_secs", "max_payload_size"),
+    "Requests": ("max_concurrent_requests", "queue_size", "queue_timeout_secs", "max_payload_size", "seed"),
     "Choice of servers": ("policy", "prefill_policy", "decode_policy", "disagg_min_prompt_tokens", "allow_pins"),
     "Retry and migration": (
         *("retry_max_retries", "retry_initial_backoff_ms", "retry_max_backoff_ms", "retry_backoff_multiplier"),

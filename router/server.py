@@ -132,7 +132,11 @@ class RouterServer:
             raise SystemExit(f"router: error: {error.message}") from None
         self.tokenizer = tokenizer
         validator = RequestValidator(
-            tokenizer, template, self.orchestrator.model, log_content=settings.access_log_content
+            tokenizer,
+            template,
+            self.orchestrator.model,
+            log_content=settings.access_log_content,
+            seed=settings.seed,
         )
         api_keys = (settings.api_key,) if settings.api_key else ()
         self.grpc = GrpcServer(self.metrics, max_rpc_s=settings.max_rpc_timeout_s)

@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from router.breaker import BreakerSettings
 from router.budget import Backoff
+from router.requests import MAX_SEED
 from rpc.server_settings import CommonSettings, Port
 from rpc.settings import Flag
 
@@ -91,6 +92,9 @@ class RouterSettings(CommonSettings):
     queue_size: int = Field(1024, ge=0, le=1_000_000, description="requests waiting for their turn; more get 429")
     queue_timeout_secs: float = Field(60.0, gt=0, le=86_400, description="longest wait for a turn")
     request_timeout_secs: float = Field(600.0, gt=0, le=86_400, description="longest time of a request")
+    seed: int | None = Field(
+        None, ge=0, le=MAX_SEED, description="of the draws for requests that bring no seed; default: another each start"
+    )
     max_payload_size: ByteSize = Field(
         ByteSize(32 << 20), ge=1024, le=1 << 32, description="largest request body in bytes"
     )

@@ -7,7 +7,7 @@ is checked against the model's context.
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -197,8 +197,11 @@ class RequestValidator:
         model: Callable[[], ModelFacts],
         *,
         log_content: bool = False,
+        seed: int | None = None,
     ) -> None:
+        """`seed`: of the seeds drawn for requests that bring none; None draws from the system."""
         self.log_content = log_content
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self.tokenizer = tokenizer
         self.template = template
         self.model = model
@@ -257,7 +260,7 @@ class RequestValidator:
             echo=params.echo,
             eos_token_ids=facts.eos_token_ids,
             seed=None if params.seed is None else params.seed % 2**64,
-            drawn_seed=secrets.randbits(64),
+            drawn_seed=self._seeds.getrandbits(64),
             log_content=self.log_content,
         )
 

@@ -189,3 +189,21 @@ async def test_content_when_logging_is_on_is_kept_for_the_access_log():
     assert not request.log_content
     request, _ = await prepare(GenerationParams(api="completions", prompt="x"), log_content=True)
     assert request.log_content
+
+
+async def test_seed_when_a_request_brings_none_then_it_is_drawn_from_the_routers_own_or_from_the_system():
+    async def drawn(**options) -> list[int]:
+        table = OpenRequests(
+            Registry("router", process_metrics=False), request_timeout_s=60, served_names=lambda: FACTS.served_names
+        )
+        checker, seeds = validator(**options), []
+        for number in range(3):
+            with table.open(str(number), api="completions") as owner:
+                request = await checker.prepare(GenerationParams(api="completions", prompt="hi"), owner)
+                seeds.append(request.router_request(0).sampling.seed)
+                owner.finish("stop")
+        assert len(set(seeds)) == 3
+        return seeds
+
+    assert await drawn(seed=7) == await drawn(seed=7) != await drawn(seed=8)
+    assert await drawn() != await drawn()
