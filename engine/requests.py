@@ -115,6 +115,7 @@ class Request:
         "row",
         "sampling",
         "since_s",
+        "slept_since_s",
         "state",
         "time",
         "tokens",
@@ -153,6 +154,7 @@ class Request:
         self.loads = 0
         self.attempts = 0  # failed attempts to reserve blocks
         self.retry_at_s = 0.0
+        self.slept_since_s = 0.0
         self.tried_at_releases = -1
         self.preemptions = 0
         self.error: BatonError | None = None
@@ -198,6 +200,18 @@ class Request:
         self.capacity = self.computed = 0
         self.prefilling = False
         return allocation
+
+    def sleep(self, until_s: float) -> None:
+        """Its attempt to reserve blocks has failed: the time until the next one belongs to no stage."""
+        self.clock.finish_stage()
+        self.slept_since_s = self.time.now
+        self.retry_at_s = until_s
+
+    def wake(self) -> None:
+        """Another attempt begins."""
+        self.clock.restore_stage()
+        self.clock.next_stage()
+        self.clock.add_retry_wait(self.time.now - self.slept_since_s)
 
     def begin_compute(self) -> None:
         """It is queued to be computed here after all."""

@@ -63,7 +63,7 @@ class RouterServer:
         self.metrics = Registry("router")
         self.metrics.set_build_info(version(), revision())
         self.lifecycle = Lifecycle()
-        self.access_log = settings.open_access_log("router", self._log_dropped)
+        self.access_log = settings.open_access_log("router", self.log_dropped)
         self.pool = ChannelPool(on_evict=self._evicted)
         self.registry = WorkerRegistry(
             self.pool,
@@ -211,7 +211,8 @@ class RouterServer:
     def _open_changed(self, count: int) -> None:
         self.metrics.set("baton_drain_remaining_requests", count if self.lifecycle.stopping.is_set() else 0)
 
-    def _log_dropped(self) -> None:
+    def log_dropped(self) -> None:
+        """A log line had no room in its writer's queue. May be called from any thread."""
         self.metrics.inc("baton_log_dropped_total")
 
     def _evicted(self, address: str, state: str) -> None:
@@ -322,5 +323,5 @@ class RouterServer:
 async def serve(settings: RouterSettings) -> int:
     """The main coroutine of the router process."""
     server = RouterServer(settings)
-    setup_logging("router", settings.log_level, settings.log_format, on_drop=server._log_dropped)
+    setup_logging("router", settings.log_level, settings.log_format, on_drop=server.log_dropped)
     return await server.run()

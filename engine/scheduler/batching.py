@@ -260,6 +260,8 @@ class Batcher:
         now, limits = request.time.now, self.limits
         if now < request.retry_at_s:
             return False
+        if request.attempts:
+            request.wake()
         may_have_room = not short_of_blocks and request.tried_at_releases != self.kv.releases
         if may_have_room and self.acquire_for_load(request):
             self.reserving.remove(request)
@@ -280,7 +282,7 @@ class Batcher:
                 ),
             )
         else:
-            request.retry_at_s = now + limits.reserve_interval_s
+            request.sleep(now + limits.reserve_interval_s)
             if request.attempts == 1:
                 self._postponed(request)
         return False

@@ -452,10 +452,9 @@ class Scheduler:
         self.transfer.load(request, deadline_s, reload)
 
     def _note_retries(self, request: Request) -> None:
-        if request.attempts:
-            waited = self.time.now - request.since_s
-            self.news.count("baton_stage_retries_total", request.attempts, stage="allocate")
-            self.news.sample("baton_stage_retry_wait_seconds", waited, stage="allocate")
+        for stage, retries in request.clock.retries().items():
+            self.news.count("baton_stage_retries_total", retries, stage=stage)
+            self.news.sample("baton_stage_retry_wait_seconds", request.clock.retry_waits()[stage], stage=stage)
 
     def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None) -> None:
         """The generation is done; the request has a seat or waits for one."""

@@ -193,6 +193,8 @@ def test_cancel_in_every_state_ends_the_load_and_frees_the_kv(pair: tuple[Node, 
     failed = decode.load_failed()
     assert failed.error is error and not failed.retriable_here
     assert decode.count("aborts_total", leg="cache_store", source="client") == 1
+    [quarantined_s] = decode.observed("kv_quarantine_seconds", transport="grpc")
+    assert 0 <= quarantined_s < 10
     if moment in ("running", "computed"):
         ended = prefill.lease_ended()
         assert ended.outcome == "aborted"

@@ -125,6 +125,10 @@ class RealEngine:
     def cached_tokens(self, key: str) -> int:
         return next(output.prefill.cached_tokens for output in self.outputs[key] if output.prefill is not None)
 
+    def counted(self, name: str, **labels: str) -> float:
+        """What a counter has come to."""
+        return sum(item.value for item in self.observations if (item.name, item.labels) == (name, labels))
+
     def ledger(self) -> dict[str, int]:
         ledger = self.core.kv.ledgers()[0]
         states = ("free", "running", "staged", "receiving", "quarantined", "cached")

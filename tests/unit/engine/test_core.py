@@ -93,8 +93,18 @@ def test_prefix_when_it_hits_then_the_tokens_are_the_same(reference):
         engine.step()
         assert engine.kv_events[-1].cleared
         assert engine.ledger() == {"free": 64}
-        names = {item.name for item in engine.observations}
-        assert {"baton_prefix_cache_hit_tokens_total", "baton_engine_step_seconds"} <= names
+        assert "baton_engine_step_seconds" in {item.name for item in engine.observations}
+        assert (
+            engine.counted("baton_prefix_cache_hit_tokens_total", model_name=engine.config.model_name) == 40 + 40 + 56
+        )
+        assert engine.counted("baton_prefix_cache_evicted_blocks_total", reason="flush") == 8
+        assert engine.counted("baton_prefix_cache_evicted_blocks_total", reason="capacity") == 0
+        for i in range(12):  # prompts of more blocks than there are
+            engine.add(f"r{i}", [i + 1] * 60, max_tokens=1)
+        engine.run()
+        engine.collect()
+        evicted = engine.counted("baton_prefix_cache_evicted_blocks_total", reason="capacity")
+        assert evicted == 12 * 7 - engine.ledger()["cached"] > 0
 
 
 def test_fail_over_when_tokens_were_generated_before_then_the_rest_follows(reference):

@@ -28,6 +28,9 @@ async def test_r2_a_pin_belongs_to_one_role_and_is_followed():
         assert (legs["prefill"], legs["decode"]) == (p1.address, d1.address)
         pinned = {"role": "decode", "policy": "round_robin", "result": "pinned"}
         assert cluster.metrics.value("baton_router_decisions_total", **pinned) == 8
+        for role in ("prefill", "decode"):
+            name = "baton_router_decision_seconds_count"
+            assert cluster.metrics.value(name, role=role, policy="round_robin") == 12
 
 
 @pytest.mark.parametrize("pin", ["pin_prefill", "pin_decode"])

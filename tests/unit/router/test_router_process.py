@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import grpc.aio
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2, generation_pb2_grpc
+from router.server import RouterServer
+from router.settings import RouterSettings
 from tests.unit.router.scripted import Hold, ScriptedServer, answer
 from tests.unit.router.tokenizer_folders import byte_level
 
@@ -196,3 +200,26 @@ async def test_start_when_the_port_is_taken_then_one_line_names_flag_and_port(tm
         [line] = [text for text in err.decode().splitlines() if not text.startswith("{")]
         assert "--port" in line
         assert port in line
+
+
+async def test_figures_when_a_channel_is_given_up_or_a_log_line_dropped_then_they_are_counted(tmp_path):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        router = RouterServer(RouterSettings(model=str(tmp_path), decode=[address]))
+        try:
+            channel = router.pool.get(address)
+            async with asyncio.timeout(10):
+                state = channel.get_state(try_to_connect=True)
+                while state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    await channel.wait_for_state_change(state)
+                    state = channel.get_state(try_to_connect=True)
+            assert router.pool.get(address) is not channel
+            labels = {"peer_role": "decode", "state": "transient_failure"}
+            assert router.metrics.value("baton_channel_evictions_total", **labels) == 1
+        finally:
+            await router.pool.close()
+        assert router.metrics.value("baton_log_dropped_total") is None
+        router.log_dropped()
+        assert router.metrics.value("baton_log_dropped_total") == 1

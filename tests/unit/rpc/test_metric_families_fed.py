@@ -1,0 +1,64 @@
+"""Which families the code feeds: those that nothing feeds yet are named here, with what they wait for."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from rpc.metric_families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("rpc", "router", "front", "prefill_server", "decode_server", "cache_store", "engine")
+WAITING = {
+    "a prefix index of the router": (
+        "router_prefix_tokens_total",
+        "router_index_entries",
+        "router_index_bytes",
+    ),
+    "structured output": ("grammar_validator_available", "grammar_compile_seconds"),
+    "asynchronous decoding": (
+        "engine_host_gap_seconds",
+        "async_decode_wait_seconds",
+        "async_decode_steps_total",
+        "async_decode_sync_fallback_total",
+        "async_decode_dropped_rows_total",
+        "async_decode_pending",
+    ),
+    "CUDA graphs": (
+        "prefill_cuda_graph_replays_total",
+        "prefill_cuda_graph_tokens_total",
+        "decode_cuda_graph_steps_total",
+        "decode_cuda_graph_padded_rows_total",
+        "decode_cuda_graph_padded_tokens_total",
+        "cuda_graph_capture_seconds",
+        "cuda_graph_memory_bytes",
+        "cuda_graphs_captured",
+    ),
+    "speculative decoding": (
+        "spec_rounds_total",
+        "spec_proposed_tokens_total",
+        "spec_accepted_tokens_total",
+        "spec_accepted_tokens_per_position_total",
+        "spec_step_seconds",
+    ),
+    "sparse attention": ("sparse_path_info", "sparse_fallbacks_total", "sparse_aborted_forwards_total"),
+    "tensor parallelism": ("load_rank_seconds",),
+}
+
+
+def fed() -> set[str]:
+    """Families whose name stands in code that could book them, with or without its prefix."""
+    found: set[str] = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name == "metric_families.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add("baton_" + node.value.removeprefix("baton_"))
+    return found & set(FAMILIES)
+
+
+def test_families_when_declared_then_all_but_those_of_features_to_come_are_fed():
+    waiting = {f"baton_{name}" for names in WAITING.values() for name in names}
+    assert set(FAMILIES) - fed() == waiting
