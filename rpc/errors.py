@@ -176,7 +176,7 @@ _ROWS: tuple[_Row, ...] = (
     (_E.ERROR_GENERATE_CONFIG_FORMAT, _S.INVALID_ARGUMENT, 400, "no", "no", "malformed request field"),
     (_E.INVALID_PARAMS, _S.INVALID_ARGUMENT, 400, "no", "no",
      "value out of range; the message names field, value, range"),
-    (_E.EXECUTION_EXCEPTION, _S.INTERNAL, 500, "yes", "yes", "the model step raised"),
+    (_E.EXECUTION_EXCEPTION, _S.INTERNAL, 500, "yes", "yes", "the model step raised, or its numbers are not finite"),
     (_E.EXCEEDS_KV_CACHE_MAX_LEN, _S.OUT_OF_RANGE, 400, "no", "no", "cannot fit even in an empty pool"),
     (_E.GRAMMAR_PARSER_REJECTED_TOKEN, _S.INTERNAL, 500, "no", "no", _GRAMMAR_SERVER),
     (_E.GRAMMAR_NON_EOS_AFTER_TERMINAL, _S.INTERNAL, 500, "no", "no", _GRAMMAR_SERVER),
