@@ -452,9 +452,11 @@ async def _guarded(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio (1.85) wakes every loop of a process for each event; a loop that finds the byte taken by another one
-    # reports BlockingIOError. It means nothing. Goes when grpc.aio gives each loop a queue of its own.
-    if isinstance(context.get("exception"), BlockingIOError):
+    # grpc.aio (1.85) has one event queue for all loops of a process. A loop that finds its wake-up taken by another one
+    # reports BlockingIOError, and one that finds an event of a loop that is closed RuntimeError. Both mean nothing.
+    # Goes when grpc.aio gives each loop a queue of its own.
+    of_queue = "PollerCompletionQueue" in repr(context.get("handle"))
+    if of_queue and isinstance(context.get("exception"), BlockingIOError | RuntimeError):
         return
     loop.default_exception_handler(context)
 

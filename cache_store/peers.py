@@ -77,9 +77,28 @@ class Peers:
     def count(self, state: PeerState) -> int:
         return sum(1 for peer in list(self._peers.values()) if peer.state is state)
 
-    def bulk_connection(self, address: str) -> Connection:
-        """The next of the peer's bulk channels, in turn."""
-        return self._channels.connection(address, next(self._bulk) % self._settings.bulk_channels)
+    async def bulk_connection(self, address: str) -> Connection:
+        """The next of the peer's bulk channels, in turn, connected. Raises CACHE_STORE_LOAD_CONNECT_FAILED."""
+        return await self._connected(address, next(self._bulk) % self._settings.bulk_channels)
+
+    async def _connected(self, address: str, bulk_index: int | None = None) -> Connection:
+        """A channel with a connection.
+
+        gRPC gives one attempt to connect no more than 100 ms (`grpc.min_reconnect_backoff_ms`), which a busy host may
+        exceed; it goes on trying here until `connect_timeout_s` is over.
+        """
+        connection = self._channels.connection(address, bulk_index)
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                await connection.channel.channel_ready()
+        except TimeoutError:
+            self._channels.check(address)
+            raise BatonError(
+                ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+                "the cache store cannot be reached",
+                metadata={"peer": address},
+            ) from None
+        return connection
 
     async def ready(self, address: str, engine_id: str) -> Peer:
         """The peer with a handshake that holds for `engine_id`; makes one when there is none.
@@ -167,19 +186,12 @@ class Peers:
     async def _call(
         self, address: str, method: str, data: bytes, timeout_s: float, metadata: tuple[tuple[str, str], ...]
     ) -> bytes:
-        connection = self._channels.connection(address)
+        connection = await self._connected(address)
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(f"/{SERVICE}/{method}")
         try:
             answer: bytes = await call(data, timeout=timeout_s, metadata=metadata)
             return answer
         except grpc.RpcError as exc:
-            was_ready = connection.was_ready()
-            error = from_rpc_error(exc, leg="cache_store", deadline_passed=False, was_ready=was_ready)
-            if error.code is ErrorCode.CACHE_STORE_CALL_PREFILL_TIMEOUT and not was_ready:
-                error = BatonError(
-                    ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
-                    "the cache store cannot be reached",
-                    metadata=error.metadata,
-                )
+            error = from_rpc_error(exc, leg="cache_store", deadline_passed=False, was_ready=True)
             self._channels.check(address)
             raise error from None

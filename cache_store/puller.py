@@ -23,7 +23,7 @@ from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed
 from cache_store.layout import AgentIdentity
 from cache_store.load import Load, LoadState, WantedHere, breach
 from cache_store.observations import TRANSPORT, Observe
-from cache_store.peers import Peers, request_metadata
+from cache_store.peers import Peer, Peers, request_metadata
 from cache_store.pool import KvPool
 from cache_store.service import observe_failure
 from cache_store.settings import AgentSettings
@@ -266,7 +266,7 @@ class Puller:
 
     async def _pull(self, job: _Job, leg: _Leg) -> None:
         await fault_async("cache_store.load_start", key=job.key, peer=leg.address)
-        peer = await self._connect(job, leg)
+        peer, channel = await self._connect(job, leg)
         load = leg.load = Load(
             self._wanted(job, leg.share),
             peer.checksum,
@@ -276,9 +276,8 @@ class Puller:
             self._clock,
             observe=self._observe,
         )
-        connection = self.peers.bulk_connection(leg.address)
         timeout = None if math.isinf(job.deadline) else max(0.001, job.deadline - self._clock())
-        stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = connection.channel.unary_stream(f"/{wire.SERVICE}/Load")
+        stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{wire.SERVICE}/Load")
         leg.sent = True
         call = stub(
             self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=request_metadata(job.key)
@@ -289,7 +288,7 @@ class Puller:
             raise load.on_timeout() from None
         except grpc.RpcError as exc:
             passed = self._clock() >= job.deadline
-            error = from_rpc_error(exc, leg="cache_store", deadline_passed=passed, was_ready=connection.was_ready())
+            error = from_rpc_error(exc, leg="cache_store", deadline_passed=passed, was_ready=True)
             if error.code is ErrorCode.CANCELLED and "grpc_code" in error.metadata:  # by the peer, which stops
                 error = BatonError(
                     ErrorCode.CONNECTION_RESET_BY_PEER,
@@ -302,10 +301,12 @@ class Puller:
             leg.generation = load.generation if load.generation is not None else leg.generation
             call.cancel()
 
-    async def _connect(self, job: _Job, leg: _Leg) -> Any:
+    async def _connect(self, job: _Job, leg: _Leg) -> tuple[Peer, grpc.aio.Channel]:
+        """The peer, after a handshake, and a channel to it that is connected."""
         try:
             async with asyncio.timeout(None if math.isinf(job.deadline) else job.deadline - self._clock()):
-                return await self.peers.ready(leg.address, job.source.engine_id)
+                peer = await self.peers.ready(leg.address, job.source.engine_id)
+                return peer, (await self.peers.bulk_connection(leg.address)).channel
         except TimeoutError:
             raise BatonError(
                 ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"

@@ -56,7 +56,7 @@ def test_k1_peer_killed_in_mid_load_ends_it_soon_and_nothing_more_is_needed_from
         subprocess.Popen(
             [sys.executable, "-c", PREFILL_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process,
-        nodes(Node("decode", seed=2)) as (decode,),
+        nodes(Node("decode", settings(connect_timeout_s=1), seed=2)) as (decode,),
     ):
         try:
             before = decode.blocks([1, 2])
@@ -98,7 +98,7 @@ def test_peer_that_shuts_down_in_mid_load_ends_it_with_its_cause() -> None:
 def test_peer_that_cannot_be_reached_is_a_connect_failure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-    with nodes(Node("decode", seed=2)) as (decode,):
+    with nodes(Node("decode", settings(connect_timeout_s=0.3), seed=2)) as (decode,):
         decode.load(KvSourceRef("prefill", (address,), 1), KEY, [1])
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
