@@ -138,7 +138,10 @@ class EngineCore:
         except Exception as error:
             self.time.refresh()
             failure = _step_failure(error)
-            _log.error("a step of %d requests failed: %s", len(plan.rows), failure, exc_info=error)
+            code = failure.code.name
+            _log.error(
+                "a step of %d requests failed: %s", len(plan.rows), failure, exc_info=error, extra={"code": code}
+            )
             scheduler.fail_step(plan, failure)
             if failure.code in _UNUSABLE:
                 raise EngineUnusable(failure) from error
@@ -146,7 +149,8 @@ class EngineCore:
         ended = self.time.refresh()
         for row, outcome in zip(plan.rows, result.rows, strict=True):
             if outcome.failure is not None:
-                _log.error("a step of %d requests failed for %s: %s", len(plan.rows), row.request_key, outcome.failure)
+                code = outcome.failure.code.name
+                _log.error("a step failed for %s: %s", row.request_key, outcome.failure, extra={"code": code})
         scheduler.book(plan, result)
         news, kind = scheduler.news, plan.kind
         news.sample("baton_engine_step_seconds", ended - began, kind=kind)

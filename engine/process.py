@@ -124,7 +124,7 @@ def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[by
 
 
 def _report(failure: BatonError, outbox: zmq.Socket[bytes]) -> int:
-    _log.error("engine ends: %s", failure)
+    _log.error("engine ends: %s", failure, extra={"code": failure.code.name})
     outbox.send(msgspec.msgpack.encode(EngineEnvelope(failed=EngineFailed(engine_error(failure)))))
     return 1
 

@@ -428,7 +428,8 @@ class Attempt:
 
     def _note_breach(self, leg: Leg, error: BatonError) -> None:
         where, what = leg.worker.address, error.metadata.get("breach") or error.code.name
-        _log.error("contract breach by the %s server %s: %s", leg.role, where, what)
+        code = error.code.name
+        _log.error("contract breach by the %s server %s: %s", leg.role, where, what, extra={"code": code})
         self._context.metrics.inc("baton_contract_breaches_total", kind=error.breach)
 
     def _grace_over(self) -> None:
