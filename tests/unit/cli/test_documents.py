@@ -12,6 +12,7 @@ from rpc.metrics import FAMILIES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 README = DOCS.parent / "README.md"
+DEPLOY = DOCS.parent / "deploy" / "README.md"
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
@@ -36,8 +37,9 @@ def test_flags_page_has_each_setting_once() -> None:
             assert text.count(f"\n| `{option.flag}`") == 1, option.flag
 
 
-def test_operations_page_names_only_flags_that_exist() -> None:
-    text = (DOCS / "operations.md").read_text(encoding="utf-8") + README.read_text(encoding="utf-8")
+def test_pages_name_only_flags_that_exist() -> None:
+    pages = (DOCS / "operations.md", DOCS / "architecture.md", README, DEPLOY)
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     own = {flag for action in up_parser()._actions for flag in action.option_strings}
     # Of `baton status`, `baton bench serve` and `--config`, which is no setting.
     others = {
@@ -67,6 +69,6 @@ def test_operations_page_names_codes_with_their_numbers() -> None:
 
 
 def test_pages_that_are_linked_exist() -> None:
-    for page in (*DOCS.glob("*.md"), README):
+    for page in (*DOCS.glob("*.md"), README, DEPLOY):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).is_file(), f"{page.name}: {target}"
