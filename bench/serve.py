@@ -101,6 +101,10 @@ class Plan:
             extra_body = None
         if not isinstance(extra_body, dict):
             raise ValueError(f"--extra-body {arguments.extra_body}: must be a JSON object")
+        if arguments.backend == "baton-grpc":
+            for flag, given in (("--extra-body", extra_body), ("--endpoint", arguments.endpoint)):
+                if given:
+                    raise ValueError(f"{flag} {given}: only HTTP has it, not --backend baton-grpc")
         port = BACKENDS[arguments.backend][2] if arguments.port is None else arguments.port
         return cls(
             backend=arguments.backend,

@@ -187,6 +187,8 @@ async def test_counters_when_read_then_only_totals(server: SseServer) -> None:
         (["--request-rate", "0"], "--request-rate 0"),
         (["--extra-body", "[1]"], "--extra-body [1]"),
         (["--extra-body", "{"], "--extra-body {"),
+        (["--backend", "baton-grpc", "--extra-body", '{"top_k": 3}'], "--extra-body {'top_k': 3}"),
+        (["--backend", "baton-grpc", "--endpoint", "/v2"], "--endpoint /v2"),
         (["--header", "x"], "--header x"),
         (["--metadata", "x"], "--metadata x"),
         (["--goodput", "ttft"], "--goodput ttft"),
