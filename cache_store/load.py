@@ -190,14 +190,7 @@ class Load:
         if self.state is not LoadState.COMPUTED or self.result is not None:
             self.fail_with(breach("Done before COMPUTED, or twice"))
         if self.missing:
-            self._count("missing", self.missing)
-            self.fail_with(
-                BatonError(
-                    ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
-                    "the load ended before every KV block had arrived",
-                    metadata=self._left(),
-                )
-            )
+            self._fail_short()
         if not done.HasField("pieces") or done.pieces != self.delivered:
             self.fail_with(
                 _mismatch("the load ended with another number of pieces", f"{done.pieces} sent, {self.delivered} got")
@@ -221,17 +214,15 @@ class Load:
             self._mark("load_complete")
             return
         if self.missing:
-            self._count("missing", self.missing)
-            self.fail_with(
-                BatonError(
-                    ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
-                    "the load ended before every KV block had arrived",
-                    metadata=self._left(),
-                )
-            )
+            self._fail_short()
         self.fail_with(breach("the load ended without its result"))
 
     # ---- failure and time
+
+    def _fail_short(self) -> NoReturn:
+        self._count("missing", self.missing)
+        message = "the load ended before every KV block had arrived"
+        self.fail_with(BatonError(ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, message, metadata=self._left()))
 
     def fail(self, error: BatonError) -> BatonError:
         """Ends the load; the first cause stays and is returned."""
