@@ -5,22 +5,31 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.attention.native_backend import NativeBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.loader.errors import ModelLoadError
 from engine.models.config import ModelConfig
 
-BACKENDS = {"torch": TorchBackend}
+BACKENDS: dict[str, type[TorchBackend]] = {"torch": TorchBackend, "native": NativeBackend}
 
 
 def select_backend(name: str, config: ModelConfig, block_size: int, dtype: torch.dtype) -> AttentionBackend:
-    """The backend of `--attention-backend`; "auto" takes the best one for the device, today `torch`.
+    """The backend of `--attention-backend`; "auto" takes `native` where it is available, else `torch`.
 
-    Raises ModelLoadError for an unknown name or one that cannot run the model.
+    Raises ModelLoadError for an unknown name or one that cannot run the model here.
     """
-    kind = BACKENDS.get("torch" if name == "auto" else name)
+    native = NativeBackend.available(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+    if name == "auto":
+        name = "native" if native else "torch"
+    kind = BACKENDS.get(name)
     if kind is None:
         raise ModelLoadError(
             f"--attention-backend {name!r} is not available; available: auto, {', '.join(sorted(BACKENDS))}"
+        )
+    if kind is NativeBackend and not native:
+        raise ModelLoadError(
+            "--attention-backend 'native' needs a processor with AVX-512 and AMX, a C compiler, and heads of a "
+            f"multiple of 16 up to 256 (this model: {config.head_dim}); use 'torch'"
         )
     if any(window is not None for window in config.windows) and not kind.capabilities.sliding_window:
         raise ModelLoadError(f"--attention-backend {name!r} cannot run models with a sliding window")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ _GROUP_COST_BLOCKS = 32
 
 @dataclass(slots=True)
 class LayerPool:
-    """Views of one layer's pool."""
+    """One layer's pool, and views of it."""
 
+    pool: torch.Tensor  # [blocks, 2, kv_heads, block_size, head_dim]
     slots: torch.Tensor  # [blocks, block_size, 2, kv_heads, head_dim], strided
     pieces: torch.Tensor  # [blocks * 2 * kv_heads, block_size * head_dim]
 
@@ -54,7 +56,7 @@ class PrefillRow:
 
 @dataclass(slots=True)
 class WindowPlan:
-    decode: list[DecodeGroup]
+    decode: list[Any]  # DecodeGroup, or what a subclass makes of the decode rows
     prefill: list[PrefillRow]
 
 
@@ -88,7 +90,7 @@ class TorchBackend(AttentionBackend):
         self._scratch = torch.empty(0, dtype=dtype)
 
     def bind(self, pool: torch.Tensor) -> LayerPool:
-        return LayerPool(pool.permute(0, 3, 1, 2, 4), pool.view(-1, self.block_size * self.head_dim))
+        return LayerPool(pool, pool.permute(0, 3, 1, 2, 4), pool.view(-1, self.block_size * self.head_dim))
 
     # -- plan
 
@@ -107,7 +109,7 @@ class TorchBackend(AttentionBackend):
             offsets=torch.from_numpy(positions % size),
             windows={
                 window: WindowPlan(
-                    self._decode_groups(rows, tables, window),
+                    self._decode_groups(rows, tables, window) if rows.num_decode else [],
                     self._prefill_rows(rows, tables, window, ends - lengths),
                 )
                 for window in self.windows
@@ -179,14 +181,14 @@ class TorchBackend(AttentionBackend):
         self, plan: TorchPlan, layer: LayerPool, q: torch.Tensor, kv: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         part = plan.windows[window]
-        if len(part.decode) == 1 and not part.prefill:
-            return self._decode(part.decode[0], layer, q)
+        if len(part.decode) + len(part.prefill) == 1:
+            return (
+                self._decode(part.decode[0], layer, q) if part.decode else self._prefill(part.prefill[0], layer, q, kv)
+            )
         out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
         for group in part.decode:
-            if group.rows is None:
-                out[: group.count] = self._decode(group, layer, q[: group.count])
-            else:
-                out[group.rows] = self._decode(group, layer, q[group.rows])
+            rows = slice(group.count) if group.rows is None else group.rows
+            out[rows] = self._decode(group, layer, q[rows])
         for row in part.prefill:
             chunk = slice(row.first, row.last)
             out[chunk] = self._prefill(row, layer, q[chunk], kv[chunk])

@@ -7,6 +7,7 @@ import math
 import torch
 
 from engine.models.rope_config import RopeConfig
+from kernels.cpu import elementwise, library
 
 
 def _plain(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -68,24 +69,21 @@ def attention_factor(rope: RopeConfig) -> float:
 class Rotary:
     """Turns pairs (i, i + head_dim / 2) of every head by its position's angle, in float32."""
 
-    __slots__ = ("factor", "frequencies", "half")
-
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.frequencies = inverse_frequencies(rope, head_dim)
         self.factor = attention_factor(rope)
-        self.half = head_dim // 2
+        self.kernels = library.load()
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [tokens] -> cos, sin: [tokens, 1, head_dim], made once per step for all layers.
-
-        The first half of sin is negated, so that rotating is x * cos + (x with its halves swapped) * sin.
-        """
-        half = torch.outer(positions.to(torch.float32), self.frequencies)  # [tokens, head_dim / 2]
-        cos, sin = half.cos() * self.factor, half.sin() * self.factor
-        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        """positions: [tokens] -> cos, sin: [tokens, head_dim / 2], made once per step for all layers."""
+        angle = torch.outer(positions.to(torch.float32), self.frequencies)
+        return angle.cos().mul_(self.factor), angle.sin().mul_(self.factor)
 
     def apply_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotates x [tokens, heads, head_dim] in place."""
-        wide = x.float()
-        swapped = torch.roll(wide, self.half, dims=-1)
-        x.copy_(swapped.mul_(sin).addcmul_(wide, cos))
+        """Rotates x [tokens, heads, head_dim] in place; tokens may lie apart."""
+        if self.kernels is not None:
+            elementwise.rotate(self.kernels, x, cos, sin)
+            return
+        low, high = x.float().chunk(2, dim=-1)  # [tokens, heads, head_dim / 2] each
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        x.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))

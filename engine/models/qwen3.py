@@ -16,9 +16,8 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = load.norm(f"{prefix}.k_norm", config.head_dim, config.norm_eps)
 
     def prepare(self, qkv: torch.Tensor) -> None:
-        q, k = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_rotated]
-        q.copy_(self.q_norm(q))
-        k.copy_(self.k_norm(k))
+        self.q_norm.apply_(qkv[:, : self.num_heads])
+        self.k_norm.apply_(qkv[:, self.num_heads : self.num_rotated])
 
 
 class Qwen3Layer(LlamaLayer):

@@ -18,6 +18,6 @@ class ForwardStep:
     backend: AttentionBackend
     plan: Any  # of the backend, for this step's rows
     pools: Sequence[Any]  # per layer: the backend's handle of its KV pool
-    cos: torch.Tensor  # [tokens, 1, head_dim]
+    cos: torch.Tensor  # [tokens, head_dim / 2]
     sin: torch.Tensor
     on_layer: Callable[[int], None] | None  # called when the layer's KV of all tokens is in its pool

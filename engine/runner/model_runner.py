@@ -18,6 +18,7 @@ from engine.models.step import ForwardStep
 from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
 from engine.runner.inputs import StepInputs, build_inputs, check_batch
 from engine.sampling import prompt_logprobs, sample
+from kernels.cpu.memory import huge_zeros
 from rpc.errors import BatonError, ErrorCode
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
@@ -83,9 +84,7 @@ class ModelRunner:
             raise ValueError(f"a KV pool needs at least 2 blocks, one of them reserved; got {num_blocks}")
         config = self.config
         shape = (num_blocks, 2, config.num_kv_heads, self.block_size, config.head_dim)
-        self.kv_layers[FULL_GROUP] = [
-            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.num_layers)
-        ]
+        self.kv_layers[FULL_GROUP] = [huge_zeros(shape, self.dtype) for _ in range(config.num_layers)]
         self._bound = [self.backend.bind(pool) for pool in self.kv_layers[FULL_GROUP]]
         self.num_blocks = num_blocks
 
@@ -107,7 +106,8 @@ class ModelRunner:
         forwarded = time.perf_counter()
         results = [RowResult() for _ in batch.rows]
         if logits is not None:
-            tokens = sample(logits, [batch.rows[index].sampling for index in inputs.sampled_rows])
+            wanted = [row.sampling for row in batch.rows if row.sampling is not None]
+            tokens = sample(logits, wanted)
             for index, token in zip(inputs.sampled_rows, tokens, strict=True):
                 results[index].token_id = token.token_id
                 results[index].failure = token.failure

@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from engine.layers.head import OutputHead
-from engine.layers.linear import linear
+from engine.layers.linear import LinearMaker
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.inputs import build_inputs
 from engine.runner.model_runner import ModelRunner
@@ -160,7 +159,7 @@ def test_logits_when_bfloat16_and_the_leading_two_are_close_then_rank_by_the_exa
     exact = hidden.double() @ weight.double().T
     assert 0.05 < exact[0, 5] - exact[0, 3] < 0.3
     assert exact[0, 5].to(torch.bfloat16) == exact[0, 3].to(torch.bfloat16)  # and 3 comes before 5
-    logits = OutputHead(linear(weight.clone()))(hidden)
+    logits = LinearMaker(torch.bfloat16).linear(weight.clone()).exact(hidden)
     assert int(logits[0].argmax()) == 5
     torch.testing.assert_close(logits[0].double(), exact[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits.double(), exact, rtol=2**-7, atol=1e-2)

@@ -1,0 +1,247 @@
+/* Products with a packed weight: y = x W^T, with what follows it done on the accumulators.
+ *
+ * Weight layout. The outputs are taken 32 at a time; each such pair of 16 is stored contiguously, in the order in which
+ * the product reads it, so that a decode step is one forward sweep over memory:
+ *   bfloat16  [pair][k / 32][2][16][16][2]   two AMX tiles (16 pairs of k by 16 outputs) side by side
+ *   float32   [pair][k][2][16]               two vectors of 16 outputs per k
+ * Rows and columns are padded with zeros to multiples of 32. For a gated product (SwiGLU) the first 16 of a pair belong
+ * to the gate and the second 16 to the up projection, so that silu(gate) * up is formed before anything is stored.
+ *
+ * Traffic. Up to about 16 rows the weight is read once from memory and that is the time: bytes / bandwidth. With more
+ * rows the product becomes bound by arithmetic; a pair of outputs stays in the first-level cache while all rows pass.
+ * Every output is summed over k in one fixed order, so a row's result does not depend on the number of rows.
+ *
+ * x is [rows, k] with a row stride; the number of threads is OpenMP's. Threads share out the pairs.
+ */
+#include "common.h"
+
+enum { STORE = 0, ADD = 1, GATED = 2 };
+
+typedef struct {
+    void *out; /* [rows, n] with row stride ld_out; n counts outputs (for GATED: half the weight's) */
+    long ld_out, n;
+    int dtype; /* of out; ADD: float32 */
+    int mode;
+    const float *bias; /* [2 * padded pairs * 16] in the weight's order, or NULL */
+} epilogue;
+
+/* Finish outputs `column`.. of one row: a and b are the sums of the two halves of pair `pair`. */
+static inline void finish(const epilogue *e, long row, long pair, __m512 a, __m512 b) {
+    if (e->bias != NULL) {
+        a = _mm512_add_ps(a, _mm512_loadu_ps(e->bias + pair * 32));
+        b = _mm512_add_ps(b, _mm512_loadu_ps(e->bias + pair * 32 + 16));
+    }
+    if (e->mode == GATED) {
+        long column = pair * 16, left = e->n - column;
+        store16_masked(e->out, row * e->ld_out + column, e->dtype, tail_mask(left), _mm512_mul_ps(silu16(a), b));
+        return;
+    }
+    long column = pair * 32, left = e->n - column, at = row * e->ld_out + column;
+    __mmask16 mask_a = tail_mask(left), mask_b = left > 16 ? tail_mask(left - 16) : 0;
+    if (e->mode == ADD) {
+        float *out = (float *)e->out + at;
+        a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(mask_a, out));
+        b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(mask_b, out + 16));
+    }
+    store16_masked(e->out, at, e->dtype, mask_a, a);
+    if (mask_b) store16_masked(e->out, at + 16, e->dtype, mask_b, b);
+}
+
+/* ---- bfloat16, AMX ---- */
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t column_bytes[16];
+    uint8_t rows[16];
+} tile_config;
+
+static void configure_tiles(void) {
+    tile_config config;
+    memset(&config, 0, sizeof config);
+    config.palette = 1;
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = 16;
+        config.column_bytes[i] = 64;
+    }
+    _tile_loadconfig(&config);
+}
+
+#define PREFETCH_AHEAD 4096 /* bytes; hides the latency of memory behind the products in between */
+
+static inline void prefetch_tile(const bf16 *tile) {
+    const char *line = (const char *)tile + PREFETCH_AHEAD;
+    for (int i = 0; i < 16; i++) _mm_prefetch(line + 64 * i, _MM_HINT_T0);
+}
+
+/* 16 or 32 rows of one pair. x0: the first row; two: whether rows 16..31 are computed. */
+static inline void pair_bf16(const bf16 *x, long ld_x, const bf16 *w, long k_tiles, int two, int first, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+        _tile_zero(2);
+        _tile_zero(3);
+        for (long k = 0; k < k_tiles; k++, w += 1024) {
+            if (first) {
+                prefetch_tile(w);
+                prefetch_tile(w + 512);
+            }
+            _tile_loadd(4, x + 32 * k, ld_x * 2);
+            _tile_loadd(6, w, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + 512, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x + 16 * ld_x + 32 * k, ld_x * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, sums + 512, 64);
+        _tile_stored(3, sums + 768, 64);
+    } else {
+        for (long k = 0; k < k_tiles; k++, w += 1024) {
+            if (first) {
+                prefetch_tile(w);
+                prefetch_tile(w + 512);
+            }
+            _tile_loadd(4, x + 32 * k, ld_x * 2);
+            _tile_loadd(6, w, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + 512, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + 256, 64);
+}
+
+/* x: bfloat16 [rows, k]; w: packed; k_tiles: padded k / 32. Returns 0, or -1 without memory.
+ * Rows are copied where the tiles would read past them: to a multiple of 16 rows and of 32 columns. */
+int baton_linear_bf16(const bf16 *x, long rows, long k, long ld_x, const bf16 *w, long pairs, long k_tiles,
+                      const float *bias, void *out, long ld_out, long n, int out_dtype, int mode) {
+    static __thread scratch padded;
+    epilogue e = {out, ld_out, n, out_dtype, mode, bias};
+    long width = k_tiles * 32, copied_from = k == width ? rows / 16 * 16 : 0, copied = rows - copied_from;
+    const bf16 *tail = NULL;
+    if (copied > 0) {
+        long tall = (copied + 15) / 16 * 16;
+        bf16 *memory = scratch_of(&padded, (size_t)tall * width * 2);
+        if (memory == NULL) return -1;
+        memset(memory, 0, (size_t)tall * width * 2);
+        for (long r = 0; r < copied; r++) memcpy(memory + r * width, x + (copied_from + r) * ld_x, k * 2);
+        tail = memory;
+    }
+#pragma omp parallel
+    {
+        float sums[4 * 256] __attribute__((aligned(64)));
+        long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        configure_tiles();
+        for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
+            const bf16 *weight = w + pair * k_tiles * 1024;
+            for (long row = 0; row < rows;) {
+                int in_tail = row >= copied_from;
+                const bf16 *from = in_tail ? tail + (row - copied_from) * width : x + row * ld_x;
+                long stride = in_tail ? width : ld_x, limit = in_tail ? rows : copied_from;
+                int two = limit - row > 16;
+                long count = limit - row < 32 ? limit - row : 32;
+                pair_bf16(from, stride, weight, k_tiles, two, row == 0, sums);
+                for (long r = 0; r < count; r++) {
+                    const float *s = sums + (r / 16) * 512 + (r % 16) * 16;
+                    finish(&e, row + r, pair, _mm512_load_ps(s), _mm512_load_ps(s + 256));
+                }
+                row += count;
+            }
+        }
+        _tile_release();
+    }
+    return 0;
+}
+
+/* ---- float32 ---- */
+
+#define PANEL 12    /* rows at once: 24 accumulators, 2 vectors of weight, 1 broadcast are what 32 registers hold */
+#define PANELS_AT_ONCE 12 /* their rows stay in the second-level cache while all pairs pass */
+#define K_BLOCK 768       /* of a weight pair: 96 KiB, which stay there too while the panels pass */
+
+/* Adds `count` rows of one pair, over k in order, to sums [count][32] (from zero if `fresh`). Element (r, i) of x is
+ * x[r * row_step + i * k_step]. `count` and the steps of a packed panel are constants where this is inlined. */
+static inline __attribute__((always_inline)) void pair_f32(const float *x, const long row_step, const long k_step,
+                                                           const float *w, long k, const int count, int fresh,
+                                                           float *sums) {
+    __m512 a[PANEL], b[PANEL];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        a[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * 32);
+        b[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * 32 + 16);
+    }
+    for (long i = 0; i < k; i++, w += 32, x += k_step) {
+        __m512 w0 = _mm512_loadu_ps(w), w1 = _mm512_loadu_ps(w + 16);
+        _mm_prefetch((const char *)w + PREFETCH_AHEAD / 2, _MM_HINT_T0);
+        _mm_prefetch((const char *)w + PREFETCH_AHEAD / 2 + 64, _MM_HINT_T0);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            __m512 v = _mm512_set1_ps(x[r * row_step]);
+            a[r] = _mm512_fmadd_ps(v, w0, a[r]);
+            b[r] = _mm512_fmadd_ps(v, w1, b[r]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        _mm512_store_ps(sums + r * 32, a[r]);
+        _mm512_store_ps(sums + r * 32 + 16, b[r]);
+    }
+}
+
+/* The same for any `count` up to PANEL of rows that lie as they came. */
+static void few_rows_f32(const float *x, long ld_x, const float *w, long k, int count, float *sums) {
+    switch (count) {
+#define CASE(count) \
+    case count: pair_f32(x, ld_x, 1, w, k, count, 1, sums); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+}
+
+/* x: float32 [rows, k]; w: packed. Returns 0, or -1 without memory. From two panels on, rows are first transposed into
+ * panels [k][PANEL], whose elements lie at constant distances: twelve row pointers would not fit the registers. */
+int baton_linear_f32(const float *x, long rows, long k, long ld_x, const float *w, long pairs, const float *bias,
+                     void *out, long ld_out, long n, int mode) {
+    static __thread scratch packed;
+    epilogue e = {out, ld_out, n, FLOAT32, mode, bias};
+    long panels = rows < 2 * PANEL ? 0 : rows / PANEL, in_panels = panels * PANEL;
+    float *panel = panels == 0 ? NULL : scratch_of(&packed, (size_t)in_panels * k * sizeof(float));
+    if (panels > 0 && panel == NULL) return -1;
+#pragma omp parallel
+    {
+        long threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        long first_pair = pairs * thread / threads, end_pair = pairs * (thread + 1) / threads;
+        float sums[PANELS_AT_ONCE * PANEL * 32] __attribute__((aligned(64)));
+#pragma omp for schedule(static)
+        for (long p = 0; p < panels; p++)
+            for (long i = 0; i < k; i++)
+                for (long r = 0; r < PANEL; r++) panel[(p * k + i) * PANEL + r] = x[(p * PANEL + r) * ld_x + i];
+        for (long top = 0; top < panels; top += PANELS_AT_ONCE) {
+            long bottom = top + PANELS_AT_ONCE < panels ? top + PANELS_AT_ONCE : panels;
+            for (long pair = first_pair; pair < end_pair; pair++) {
+                const float *weight = w + pair * k * 32;
+                for (long from = 0; from < k; from += K_BLOCK) {
+                    long count = k - from < K_BLOCK ? k - from : K_BLOCK;
+                    for (long p = top; p < bottom; p++)
+                        pair_f32(panel + (p * k + from) * PANEL, 1, PANEL, weight + from * 32, count, PANEL, from == 0,
+                                 sums + (p - top) * PANEL * 32);
+                }
+                for (long row = top * PANEL; row < bottom * PANEL; row++) {
+                    const float *s = sums + (row - top * PANEL) * 32;
+                    finish(&e, row, pair, _mm512_load_ps(s), _mm512_load_ps(s + 16));
+                }
+            }
+        }
+        for (long row = in_panels; row < rows; row += PANEL) {
+            int count = rows - row < PANEL ? (int)(rows - row) : PANEL;
+            for (long pair = first_pair; pair < end_pair; pair++) {
+                few_rows_f32(x + row * ld_x, ld_x, w + pair * k * 32, k, count, sums);
+                for (int r = 0; r < count; r++)
+                    finish(&e, row + r, pair, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
+            }
+        }
+    }
+    return 0;
+}
