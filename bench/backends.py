@@ -10,6 +10,7 @@ that does not send it has its chunks counted as one token each, and the total co
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
@@ -18,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import httpx
 
 from bench.datasets import Prompt
+from bench.http_stream import HttpFailed, HttpPool
 from bench.results import RequestResult
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
 
-CONNECT_TIMEOUT_S = 10.0
 ERROR_TEXT_LENGTH = 200
+END_TIMEOUT_S = 1.0  # from the end mark to the end of the answer
 # Pieces of a malformed answer surface as one of these.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -81,8 +82,10 @@ class Backend(ABC):
             await self._send(prompt, result)
         except grpc.aio.AioRpcError as error:
             result.error = f"{error.code().name}: {error.details()}"
-        except (RequestFailed, httpx.HTTPError, httpx.InvalidURL) as error:
-            result.error = str(error) or type(error).__name__
+        except (RequestFailed, HttpFailed) as error:
+            result.error = str(error)
+        except TimeoutError:
+            result.error = f"no end within {self.target.timeout_s:g} s"
         except _MALFORMED as error:
             result.error = f"malformed answer: {error!r}"[:ERROR_TEXT_LENGTH]
         else:
@@ -100,15 +103,13 @@ class _OpenAi(Backend):
         headers = dict(target.headers)
         if target.api_key:
             headers["Authorization"] = f"Bearer {target.api_key}"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(target.timeout_s, connect=CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, trust_env=False)
+        self._pool = HttpPool(target.base_url, headers, clock)
 
     @abstractmethod
     def _body(self, prompt: Prompt) -> dict[str, Any]: ...
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._pool.close()
 
     async def _send(self, prompt: Prompt, result: RequestResult) -> None:
         target = self.target
@@ -122,18 +123,18 @@ class _OpenAi(Backend):
             **({"seed": target.seed} if target.seed is not None else {}),
             **target.extra_body,
         }
-        url = target.base_url + target.endpoint
+        encoded = json.dumps(body).encode()
         result.sent_at = self.now()
-        async with self._client.stream("POST", url, json=body) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                raise RequestFailed(f"HTTP {response.status_code}: {text[:ERROR_TEXT_LENGTH]}")
+        async with asyncio.timeout(target.timeout_s), self._pool.post(target.endpoint, encoded) as answer:
+            if await answer.wait_status() != 200:
+                text = b"".join([piece async for _, piece in answer.pieces()]).decode(errors="replace")
+                raise RequestFailed(f"HTTP {answer.status}: {text[:ERROR_TEXT_LENGTH]}")
             pending = b""
-            async for raw in response.aiter_raw():
-                now = self.now()
-                *events, pending = (pending + raw).split(b"\n\n")
+            async for at, piece in answer.pieces():
+                *events, pending = (pending + piece).split(b"\n\n")
                 for event in events:
-                    if self._book(event, now, result):
+                    if self._book(event, at - self.epoch, result):
+                        await answer.finish(END_TIMEOUT_S)
                         return
         raise RequestFailed("the stream ended without [DONE]")
 
