@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+READS = 3
+
 
 class Reference:
     def __init__(self, folder: str, dtype: torch.dtype) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)  # in evaluation mode already
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        # Summed as integers: no arithmetic in the way of reading.
-        self.words = torch.ones(self.weight_bytes // 8, dtype=torch.int64)
+        self.words = torch.ones(self.weight_bytes // 4, dtype=torch.float32)
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
@@ -54,9 +55,14 @@ class Reference:
         return {"seconds": time.perf_counter() - start, "tokens": ids.numel()}
 
     def read(self) -> dict[str, Any]:
-        start = time.perf_counter()
-        self.words.sum().item()
-        return {"seconds": time.perf_counter() - start, "bytes": self.words.numel() * 8}
+        """The best of several ways and tries: a floor must not be one of the summation."""
+        seconds = []
+        for _ in range(READS):
+            for look in (torch.sum, torch.amax, lambda words: torch.dot(words, words)):
+                start = time.perf_counter()
+                look(self.words).item()
+                seconds.append(time.perf_counter() - start)
+        return {"seconds": min(seconds), "bytes": self.words.numel() * 4}
 
 
 def main() -> None:
