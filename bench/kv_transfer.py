@@ -109,9 +109,7 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
     prefill = Agent("prefill", layout, blocks, "off", args.chunk_bytes, seed=1)
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send((prefill.address, listener.getsockname()[1]))
-    result = common_pb2.PrefillResult(
-        first_token=common_pb2.TokenOutput(index=0, token_id=1), cached_tokens=0
-    )
+    result = common_pb2.PrefillResult(first_token=common_pb2.TokenOutput(index=0, token_id=1), cached_tokens=0)
     while (command := pipe.recv()) is not None:
         what, key, scattered = command
         pipe.send(cpu_seconds())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.ids import split_request_key
 from rpc.status import from_rpc_error
 
-_log = logging.getLogger(__name__)
+FORGET_LOST_S = 600.0
 
 
 class PeerState(StrEnum):
@@ -44,6 +43,7 @@ class Peer:
     engine_id: str = ""
     checksum: str = ""
     lease_seconds: float = 0.0
+    lost_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -146,7 +146,7 @@ class Peers:
             result = handshake_result(error)
             if result == "restarted":
                 self._observe("peer_restarts_total")
-            peer.state = PeerState.INCOMPATIBLE if result == "incompatible" else PeerState.LOST
+            self._mark(peer, PeerState.INCOMPATIBLE if result == "incompatible" else PeerState.LOST)
             raise error.with_context(peer=peer.address) from None
         finally:
             self._observe("handshakes_total", result=result)
@@ -161,8 +161,21 @@ class Peers:
             ErrorCode.CONNECTION_RESET_BY_PEER,
             ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
         ):
-            self.get(address).state = PeerState.LOST
+            self._mark(self.get(address), PeerState.LOST)
         self._channels.check(address)
+
+    def _mark(self, peer: Peer, state: PeerState) -> None:
+        peer.state = state
+        peer.lost_at = self._clock()
+
+    def forget_lost(self) -> None:
+        """Drops peers that could not be used for FORGET_LOST_S: servers come back under other addresses."""
+        usable = (PeerState.NEW, PeerState.CONNECTED)
+        for peer in list(self._peers.values()):
+            old = peer.state not in usable and self._clock() - peer.lost_at >= FORGET_LOST_S
+            if old and not peer.lock.locked():
+                del self._peers[peer.address]
+                self._channels.evict(peer.address)
 
     async def renew(self, address: str, reference: pb.KvReference) -> float:
         """Seconds until the lease ends. Raises what the service raises, and transport failures."""

@@ -189,6 +189,7 @@ class Puller:
         for key, kept in list(self._kept.items()):
             if kept.until <= now:
                 del self._kept[key]
+        self.peers.forget_lost()
 
     # ---- state
 
@@ -287,8 +288,9 @@ class Puller:
         except TimeoutError:
             raise load.on_timeout() from None
         except grpc.RpcError as exc:
-            passed = self._clock() >= job.deadline
-            error = from_rpc_error(exc, leg="cache_store", deadline_passed=passed, was_ready=True)
+            # The call's own deadline is that of the request.
+            limited = not math.isinf(job.deadline)
+            error = from_rpc_error(exc, leg="cache_store", deadline_passed=limited, was_ready=True)
             if error.code is ErrorCode.CANCELLED and "grpc_code" in error.metadata:  # by the peer, which stops
                 error = BatonError(
                     ErrorCode.CONNECTION_RESET_BY_PEER,

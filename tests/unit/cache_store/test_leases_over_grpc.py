@@ -18,6 +18,7 @@ from tests.unit.cache_store.agents import Node, assert_clean, key_of, nodes, set
 
 KEY = key_of(1)
 SHORT = settings(lease_seconds=0.4)
+RENEWED = settings(lease_seconds=1.5)  # long enough for a renewal every third of it on a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,13 @@ def pair() -> Iterator[tuple[Node, Node]]:
     with nodes(Node("prefill", SHORT, seed=1), Node("decode", SHORT, seed=2)) as (prefill, decode):
         yield prefill, decode
         faults.disarm()
+        assert_clean(prefill, decode)
+
+
+@pytest.fixture
+def renewing() -> Iterator[tuple[Node, Node]]:
+    with nodes(Node("prefill", RENEWED, seed=1), Node("decode", RENEWED, seed=2)) as (prefill, decode):
+        yield prefill, decode
         assert_clean(prefill, decode)
 
 
@@ -78,36 +86,36 @@ def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(pair: tu
     assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
 
 
-def test_queued_request_renews_its_lease_until_it_loads(pair: tuple[Node, Node]) -> None:
-    prefill, decode = pair
+def test_queued_request_renews_its_lease_until_it_loads(renewing: tuple[Node, Node]) -> None:
+    prefill, decode = renewing
     prefill.stage(KEY, [5])
     decode.agent.keep_alive(KEY, prefill.source)
     with contextlib.suppress(AssertionError):
-        prefill.next_event(timeout_s=1.5)
+        prefill.next_event(timeout_s=2.2)
     assert prefill.said == []
-    assert prefill.count("kv_lease_renewals_total", source="queued", result="ok") >= 4
+    assert prefill.count("kv_lease_renewals_total", source="queued", result="ok") >= 3
     decode.load(prefill.source, KEY, [1])
     decode.load_done()
     assert prefill.lease_ended().outcome == "released"
     renewals = prefill.count("kv_lease_renewals_total", source="queued")
     with contextlib.suppress(AssertionError):
-        prefill.next_event(timeout_s=0.4)
+        prefill.next_event(timeout_s=0.8)
     assert prefill.count("kv_lease_renewals_total", source="queued") == renewals, "renewal goes on after the end"
 
 
-def test_queued_request_before_its_prefill_tolerates_that_it_is_unknown(pair: tuple[Node, Node]) -> None:
-    prefill, decode = pair
+def test_queued_request_before_its_prefill_tolerates_that_it_is_unknown(renewing: tuple[Node, Node]) -> None:
+    prefill, decode = renewing
     decode.agent.keep_alive(KEY, prefill.source)
     until(lambda: prefill.count("kv_lease_renewals_total", result="unknown") >= 1, "a renewal came too early")
     prefill.stage(KEY, [5])
-    until(lambda: prefill.count("kv_lease_renewals_total", result="ok") >= 3, "renewals")
+    until(lambda: prefill.count("kv_lease_renewals_total", result="ok") >= 2, "renewals")
     decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
     assert prefill.lease_ended().outcome == "aborted"
     assert decode.said == []
 
 
-def test_forget_leaves_the_kv_to_another_decode_server(pair: tuple[Node, Node]) -> None:
-    prefill, decode = pair
+def test_forget_leaves_the_kv_to_another_decode_server(renewing: tuple[Node, Node]) -> None:
+    prefill, decode = renewing
     with nodes(Node("second", seed=3)) as (second,):
         prefill.stage(KEY, [5])
         decode.agent.keep_alive(KEY, prefill.source)
@@ -240,11 +248,12 @@ def test_stalled_reader_expires_by_the_clock_and_frees_the_blocks() -> None:
         assert_clean(prefill)
 
 
-def test_reader_that_goes_away_lets_go_of_the_blocks() -> None:
+def test_reader_that_goes_away_lets_go_of_the_blocks(caplog: pytest.LogCaptureFixture) -> None:
     with nodes(large_node(settings(lease_seconds=5))) as (prefill,):
         prefill.stage(KEY, list(range(SLOW_BLOCKS)))
         with stuck_reader(prefill):
             until(lambda: prefill.agent.stats().readers == 1, "the reader")
         until(lambda: prefill.agent.stats().readers == 0, "no reader")
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
         prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
         prefill.lease_ended()

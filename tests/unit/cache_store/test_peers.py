@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from cache_store.agent import KvSourceRef, LoadDone
+from cache_store.observations import ignore
+from cache_store.peers import FORGET_LOST_S, Peers, PeerState
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, prefill_result, settings, until
+from tests.unit.cache_store.lease_fixtures import Clock
 
 KEY = key_of(1)
 
@@ -41,6 +44,7 @@ def pair() -> Iterator[tuple[Node, Node]]:
 PREFILL_PROCESS = """
 import sys
 from rpc import faults
+from tests.unit.cache_store.lease_fixtures import Clock
 from tests.unit.cache_store.agents import Node, key_of
 
 node = Node("prefill", seed=1)
@@ -183,6 +187,22 @@ def test_h1_death_of_one_decode_server_does_not_touch_the_others(pair: tuple[Nod
     decode.load(prefill.source, KEY, [1])
     decode.load_done()
     assert {prefill.lease_ended().request_key for _ in range(2)} == {KEY, key_of(9)}
+
+
+async def test_peers_that_stay_lost_are_forgotten_with_their_channels() -> None:
+    clock = Clock()
+    with nodes(Node("prefill", seed=1)) as (prefill,):
+        peers = Peers(prefill.identity, settings(), ignore, clock)
+        await peers.ready(prefill.address, "prefill")
+        lost = peers.get("127.0.0.1:1")
+        peers.note_failure(lost.address, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
+        clock.now += FORGET_LOST_S - 1
+        peers.forget_lost()
+        assert (peers.count(PeerState.CONNECTED), peers.count(PeerState.LOST)) == (1, 1)
+        clock.now += 1
+        peers.forget_lost()
+        assert (peers.count(PeerState.CONNECTED), peers.count(PeerState.LOST)) == (1, 0)
+        await peers.close()
 
 
 # ---- a peer that breaks the protocol
