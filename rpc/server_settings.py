@@ -104,7 +104,7 @@ class ServerSettings(CommonSettings):
         "auto", description="dtype of the KV cache; must be that of the activations"
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="where the weights come from")
-    attention_backend: Literal["auto", "torch"] = Field("auto", description="attention implementation")
+    attention_backend: Literal["auto", "torch", "native"] = Field("auto", description="attention implementation")
     tensor_parallel_size: Annotated[int, Flag(("-tp", "--tp-size"))] = Field(
         1, ge=1, le=1024, description="engine processes that share the model"
     )

@@ -12,6 +12,7 @@
 #include "common.h"
 
 #define SPAN 128
+#define PARALLEL_FROM 8 /* units: fewer take less time than waking a second thread */
 #define MAX_GROUP 16 /* query heads per key head; kernels/cpu/attention.py asks for no more */
 #define MAX_DIM 256
 
@@ -35,13 +36,19 @@ static inline const void *piece(const problem *p, long row, long position, long 
                                : (const void *)((const bf16 *)p->pool + at);
 }
 
+/* Ask for one token's `bytes` ahead of their use: pieces of neighbouring blocks lie anywhere in the pool. */
+static inline void prefetch_token(const void *piece_of_block, long at_bytes, long bytes) {
+    for (long line = 0; line < bytes; line += 64)
+        _mm_prefetch((const char *)piece_of_block + at_bytes + line, _MM_HINT_T0);
+}
+
 /* One unit: positions [begin, end) of one row and key head. Writes max[g], sum[g] and acc[g][dim] (not normalised). */
 static inline __attribute__((always_inline)) void attend_span(const problem *p, const long row, const long head,
                                                               long begin, long end, float *max, float *sum,
                                                               float *acc, const int group, const int dtype) {
     float query[MAX_GROUP * MAX_DIM] __attribute__((aligned(64)));
     float scores[MAX_GROUP * SPAN] __attribute__((aligned(64)));
-    const long dim = p->dim, count = end - begin;
+    const long dim = p->dim, count = end - begin, token_bytes = dim * (dtype == FLOAT32 ? 4 : 2);
     for (int g = 0; g < group; g++)
         for (long d = 0; d < dim; d += 16)
             _mm512_store_ps(query + g * dim + d,
@@ -50,8 +57,11 @@ static inline __attribute__((always_inline)) void attend_span(const problem *p, 
     for (long t = 0; t < count;) {
         long stop = t + p->block_size - (begin + t) % p->block_size;
         if (stop > count) stop = count;
-        const void *keys = piece(p, row, begin + t, head, 0);
-        for (long at = 0; t < stop; t++, at += dim) {
+        const void *keys = piece(p, row, begin + t, head, 0), *values = piece(p, row, begin + t, head, 1);
+        const void *next = stop < count ? piece(p, row, begin + stop, head, 0) : keys;
+        for (long at = 0, ahead = 0; t < stop; t++, at += dim, ahead += token_bytes) {
+            prefetch_token(values, ahead, token_bytes);
+            prefetch_token(next, ahead, token_bytes);
             __m512 dot[MAX_GROUP];
             for (int g = 0; g < group; g++) dot[g] = _mm512_setzero_ps();
             for (long d = 0; d < dim; d += 16) {
@@ -106,23 +116,23 @@ static void attend_unit(const problem *p, long row, long head, long begin, long 
     }
 }
 
-/* Merge the spans of one row and key head, and store [group, head_dim] of the output. */
-static void merge_spans(const problem *p, long row, long head, const float *parts, long spans, long part_size,
+/* Merge the spans of one row and key head, whose parts lie `distance` floats apart, and store [group, head_dim]. */
+static void merge_spans(const problem *p, long row, long head, const float *parts, long spans, long distance,
                         void *out, long ld_out) {
     for (long g = 0; g < p->group; g++) {
         float top = -INFINITY, total = 0;
         for (long s = 0; s < spans; s++)
-            if (parts[s * part_size + g] > top) top = parts[s * part_size + g];
+            if (parts[s * distance + g] > top) top = parts[s * distance + g];
         float weight[spans];
         for (long s = 0; s < spans; s++) {
-            weight[s] = _mm512_cvtss_f32(exp16(_mm512_set1_ps(parts[s * part_size + g] - top)));
-            total += weight[s] * parts[s * part_size + MAX_GROUP + g];
+            weight[s] = _mm512_cvtss_f32(exp16(_mm512_set1_ps(parts[s * distance + g] - top)));
+            total += weight[s] * parts[s * distance + MAX_GROUP + g];
         }
         for (long d = 0; d < p->dim; d += 16) {
             __m512 value = _mm512_setzero_ps();
             for (long s = 0; s < spans; s++)
                 value = _mm512_fmadd_ps(_mm512_set1_ps(weight[s]),
-                                        _mm512_load_ps(parts + s * part_size + 2 * MAX_GROUP + g * p->dim + d), value);
+                                        _mm512_load_ps(parts + s * distance + 2 * MAX_GROUP + g * p->dim + d), value);
             value = _mm512_div_ps(value, _mm512_set1_ps(total));
             store16(out, row * ld_out + (head * p->group + g) * p->dim + d, p->dtype, value);
         }
@@ -154,14 +164,14 @@ int baton_decode_attention(const void *q, long ld_q, const void *pool, const int
     float *parts = scratch_of(&memory, (size_t)units * part_size * sizeof(float));
     if (parts != NULL) {
         problem p = {q, ld_q, pool, tables, table_width, first, last, kv_heads, group, dim, block_size, scale, dtype};
-#pragma omp parallel
+#pragma omp parallel if (units >= PARALLEL_FROM)
         {
             long threads = omp_get_num_threads(), thread = omp_get_thread_num();
             long unit = units * thread / threads, end_unit = units * (thread + 1) / threads, row = 0;
             for (; unit < end_unit; unit++) {
                 while (starts[row + 1] <= unit) row++;
-                long spans = (starts[row + 1] - starts[row]) / kv_heads, inside = unit - starts[row];
-                long head = inside / spans, begin = (first[row] / SPAN + inside % spans) * SPAN, end = begin + SPAN;
+                long inside = unit - starts[row], head = inside % kv_heads; /* heads of a block are neighbours */
+                long begin = (first[row] / SPAN + inside / kv_heads) * SPAN, end = begin + SPAN;
                 if (begin < first[row]) begin = first[row];
                 if (end > last[row] + 1) end = last[row] + 1;
                 float *part = parts + unit * part_size;
@@ -172,8 +182,8 @@ int baton_decode_attention(const void *q, long ld_q, const void *pool, const int
             for (long pair = 0; pair < rows * kv_heads; pair++) {
                 long at_row = pair / kv_heads, head = pair % kv_heads;
                 long spans = (starts[at_row + 1] - starts[at_row]) / kv_heads;
-                merge_spans(&p, at_row, head, parts + (starts[at_row] + head * spans) * part_size, spans, part_size,
-                            out, ld_out);
+                merge_spans(&p, at_row, head, parts + (starts[at_row] + head) * part_size, spans,
+                            kv_heads * part_size, out, ld_out);
             }
         }
     }

@@ -47,10 +47,10 @@ static inline void store16(void *base, long index, int dtype, __m512 value) {
 static inline __mmask16 tail_mask(long n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 
 /* e^x to 2 units in the last place: 2^n * p(r) with x = n ln 2 + r, |r| <= ln 2 / 2, and p the Taylor polynomial of
- * degree 7. Below -87.3 it is 0, so that minus infinity gives 0. */
+ * degree 7. Below -87.3 it is 0, so that minus infinity gives 0; NaN stays NaN, so that broken numbers show. */
 static inline __m512 exp16(__m512 x) {
-    __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.33f), _CMP_GT_OQ);
-    x = _mm512_min_ps(x, _mm512_set1_ps(88.37f));
+    __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.33f), _CMP_NLE_UQ);
+    x = _mm512_min_ps(_mm512_set1_ps(88.37f), x); /* in this order NaN passes */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x); /* ln 2 in two parts */
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);

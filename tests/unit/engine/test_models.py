@@ -13,6 +13,7 @@ from engine.layers.linear import LinearMaker
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.inputs import build_inputs
 from engine.runner.model_runner import ModelRunner
+from kernels.cpu import library
 from tests.unit.engine.tiny_models import MAX_POSITIONS, TINY_MODELS, VOCAB_SIZE, tiny_model
 
 BLOCK = 16
@@ -35,9 +36,21 @@ def reference_logits(name: str, token_ids: list[int]) -> torch.Tensor:
     return reference_model(name)(torch.tensor([token_ids])).logits[0].float()
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The two ways to compute: with the C kernels (where the machine has them) and with PyTorch alone."""
+    if request.param == "torch":
+        monkeypatch.setattr(library, "load", lambda: None)
+    elif library.load() is None:
+        pytest.skip("this machine has no AVX-512 with AMX, or no C compiler")
+    return request.param
+
+
 @functools.cache
-def runner_of(name: str, dtype: str = "float32") -> ModelRunner:
+def runner_of(path: str, name: str, dtype: str = "float32") -> ModelRunner:
+    """path: of the fixture above, which decides what is built here."""
     runner = ModelRunner(tiny_model(name), dtype, BLOCK)
+    assert runner.attention_backend == ("native" if path == "kernels" else "torch")
     runner.init_kv(160)
     return runner
 
@@ -74,24 +87,26 @@ CHUNKINGS = {
 
 @pytest.mark.parametrize("chunks", CHUNKINGS.values(), ids=CHUNKINGS.keys())
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_logits_when_prompt_is_computed_in_chunks_then_equal_transformers(name: str, chunks: list[int]) -> None:
+def test_logits_when_prompt_is_computed_in_chunks_then_equal_transformers(
+    path: str, name: str, chunks: list[int]
+) -> None:
     token_ids = random_prompt(sum(chunks), seed=len(chunks))
     table = [31, 7, 12, 5, 28, 3]
-    found = chunked_logits(runner_of(name), token_ids, chunks, table)
+    found = chunked_logits(runner_of(path, name), token_ids, chunks, table)
     torch.testing.assert_close(found, reference_logits(name, token_ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3"])
-def test_logits_when_prompt_fills_the_context_then_equal_transformers(name: str) -> None:
+def test_logits_when_prompt_fills_the_context_then_equal_transformers(path: str, name: str) -> None:
     token_ids = random_prompt(MAX_POSITIONS, seed=3)
     table = list(range(1, MAX_POSITIONS // BLOCK + 1))
-    found = chunked_logits(runner_of(name), token_ids, [200, 250, 61, 1], table)
+    found = chunked_logits(runner_of(path, name), token_ids, [200, 250, 61, 1], table)
     torch.testing.assert_close(found, reference_logits(name, token_ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])
-def test_logits_when_decode_and_prefill_rows_share_a_step_then_each_equals_transformers(name: str) -> None:
-    runner = runner_of(name)
+def test_logits_when_decode_and_prefill_rows_share_a_step_then_each_equals_transformers(path: str, name: str) -> None:
+    runner = runner_of(path, name)
     # Very different lengths, so that decode rows fall into several groups; two chunks, one of them on a prefix
     lengths = [3, 400, 17, 64, 12]
     prompts = [random_prompt(length, seed=10 + i) for i, length in enumerate(lengths)]
@@ -115,8 +130,8 @@ def test_logits_when_decode_and_prefill_rows_share_a_step_then_each_equals_trans
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_logits_when_other_rows_change_then_a_decode_row_keeps_its_own() -> None:
-    runner = runner_of("llama")
+def test_logits_when_other_rows_change_then_a_decode_row_keeps_its_own(path: str) -> None:
+    runner = runner_of(path, "llama")
     prompt, table = random_prompt(40, seed=5), [50, 51, 52]
     chunked_logits(runner, prompt[:-1], [39], table)
     row = BatchRow("r", prompt[-1:], 39, table, sample=False)
@@ -134,9 +149,9 @@ def test_logits_when_other_rows_change_then_a_decode_row_keeps_its_own() -> None
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama-bias", "qwen2", "qwen3-untied"])
-def test_logits_when_bfloat16_then_near_the_float32_model(name: str) -> None:
+def test_logits_when_bfloat16_then_near_the_float32_model(path: str, name: str) -> None:
     token_ids = random_prompt(60, seed=8)
-    found = chunked_logits(runner_of(name, "bfloat16"), token_ids, [40, 19, 1], [4, 2, 9, 8])
+    found = chunked_logits(runner_of(path, name, "bfloat16"), token_ids, [40, 19, 1], [4, 2, 9, 8])
     expected = reference_logits(name, token_ids)
     error = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     assert found.dtype == torch.float32
@@ -149,7 +164,7 @@ def test_logits_when_bfloat16_then_near_the_float32_model(name: str) -> None:
     assert error < 1.1 * their_error
 
 
-def test_logits_when_bfloat16_and_the_leading_two_are_close_then_rank_by_the_exact_product() -> None:
+def test_logits_when_bfloat16_and_the_leading_two_are_close_then_rank_by_the_exact_product(path: str) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 64, generator=generator).to(torch.bfloat16)
     hidden = torch.randn(3, 64, generator=generator).to(torch.bfloat16)
