@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 FIRST_MESSAGE_S = 60.0
 LAST_MESSAGE_MS = 1000
 AGENT_CLOSE_S = 2.0
+# How long a thread may keep the interpreter while another one waits for it. The step loop takes it back after every
+# operator; at the default of 5 ms a busy cache-store thread would hold up the answer of the step by that much.
+SWITCH_INTERVAL_S = 0.0002
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--outbox", required=True, help="socket of the engine's messages")
     parser.add_argument("--front-pid", type=int, required=True, help="process whose death ends this one")
     options = parser.parse_args(arguments)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     configuration = sys.stdin.buffer.read()
     context = zmq.Context(io_threads=1)
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
