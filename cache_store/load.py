@@ -244,6 +244,11 @@ class Load:
             return min(self.deadline, self.began + self.publish_timeout_s + 1.0)
         return min(self.deadline, self._last_progress + self.progress_timeout_s)
 
+    def held_up(self) -> None:
+        """This process itself stood still (suspended, or in a long collection of garbage), so it cannot blame the peer:
+        waiting begins anew. The request's deadline is not moved."""
+        self.began = self._last_progress = self.clock()
+
     def on_timeout(self) -> BatonError:
         """`wait_until` has passed without news: the cause."""
         if self.clock() >= self.deadline:

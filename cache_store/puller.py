@@ -35,6 +35,8 @@ from rpc.status import from_rpc_error
 
 FAILURE_MARKER = "PD_CACHE_KEY_READ_FAILED"
 
+HELD_UP_S = 0.25  # a timer that is later than this has been held up together with its process
+
 _log = logging.getLogger(__name__)
 
 # After these, P still holds the KV as far as D knows, and a second try may succeed.
@@ -285,8 +287,6 @@ class Puller:
         )
         try:
             await self._receive(load, call)
-        except TimeoutError:
-            raise load.on_timeout() from None
         except grpc.RpcError as exc:
             # The call's own deadline is that of the request.
             limited = not math.isinf(job.deadline)
@@ -315,15 +315,21 @@ class Puller:
             ) from None
 
     async def _receive(self, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
-        """Reads the stream to its end. Raises TimeoutError when nothing came in time."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(max(0.0, load.wait_until() - self._clock())) as timer:
+        """Reads the stream to its end, as long as the load allows it to take."""
+        watch = _Watch(load, call.cancel, self._clock)
+        try:
             while True:
                 message = await call.read()
                 if message is grpc.aio.EOF:
                     break
                 self._consume(load, cast(bytes, message))
-                timer.reschedule(loop.time() + max(0.0, load.wait_until() - self._clock()))
+                watch.moved()
+        except asyncio.CancelledError:
+            if watch.fired:
+                raise load.on_timeout() from None
+            raise
+        finally:
+            watch.stop()
         load.on_end()
 
     def _consume(self, load: Load, message: bytes) -> None:
@@ -501,6 +507,40 @@ class Puller:
                     await self.peers.renew(leg.address, self._reference(key, source, None))
                 except BatonError as error:
                     _log.debug("renewal of %s at %s: %s", key, leg.address, error)
+
+
+class _Watch:
+    """Calls `give_up` once the load has waited too long; looks at the time only when it may have run out."""
+
+    def __init__(self, load: Load, give_up: Callable[[], object], clock: Callable[[], float]) -> None:
+        self.fired = False
+        self._load = load
+        self._give_up = give_up
+        self._clock = clock
+        self._arm()
+
+    def _arm(self) -> None:
+        self._due = max(self._load.wait_until(), self._clock())
+        self._timer = asyncio.get_running_loop().call_later(self._due - self._clock(), self._look)
+
+    def _look(self) -> None:
+        now = self._clock()
+        if now - self._due > HELD_UP_S and now < self._load.deadline:
+            self._load.held_up()
+        if self._load.wait_until() > now:
+            self._arm()
+        else:
+            self.fired = True
+            self._give_up()
+
+    def moved(self) -> None:
+        """The limit may have come nearer: the wait for the prefill to run is longer than that for a block."""
+        if self._load.wait_until() < self._due:
+            self._timer.cancel()
+            self._arm()
+
+    def stop(self) -> None:
+        self._timer.cancel()
 
 
 def write_blocks(pool: KvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview) -> None:

@@ -294,6 +294,13 @@ def test_progress_limit_starts_when_the_prefill_runs_however_long_it_was_queued(
     assert timeout_code(stream, PROGRESS_S) is ErrorCode.LOAD_CACHE_TIMEOUT
 
 
+def test_waiting_begins_anew_after_this_process_stood_still_but_the_deadline_stays() -> None:
+    stream = Stream(deadline_s=PROGRESS_S + 3).started()
+    stream.clock.now += PROGRESS_S + 1
+    stream.load.held_up()
+    assert timeout_code(stream, 2) is ErrorCode.GENERATE_TIMEOUT
+
+
 def test_progress_limit_is_moved_by_each_new_block_and_by_signs_of_progress() -> None:
     stream = Stream().started()
     stream.clock.now += PROGRESS_S - 1

@@ -344,6 +344,21 @@ def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
         assert_clean(prefill, decode)
 
 
+def test_load_survives_that_its_own_process_stood_still() -> None:
+    """As under SIGSTOP or a long collection of garbage: what came meanwhile has only to be read."""
+    limits = settings(load_progress_timeout_s=0.5)
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
+        decode.load(prefill.source, KEY, [1, 2])
+        prefill.admit(KEY, [5, 6])
+        prefill.agent.publish(KEY, "full", 0, 2)
+        until(lambda: np.array_equal(decode.memory["full"][0][[1, 2]], prefill.memory["full"][0][[5, 6]]), "layer 0")
+        with decode.held(), contextlib.suppress(AssertionError):
+            prefill.compute(KEY, 2)
+            decode.next_event(timeout_s=1.0)
+        decode.load_done()
+        prefill.lease_ended()
+
+
 def test_progress_in_blocks_that_are_not_wanted_keeps_the_load_alive() -> None:
     """D holds all but the last block; P takes longer than the limit to compute the others."""
     limits = settings(load_progress_timeout_s=1.5)
