@@ -18,6 +18,7 @@ from engine.models.step import ForwardStep
 from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
 from engine.runner.inputs import StepInputs, build_inputs, check_batch
 from engine.sampling import prompt_logprobs, sample
+from kernels.cpu import library
 from kernels.cpu.memory import huge_zeros
 from rpc.errors import BatonError, ErrorCode
 
@@ -43,6 +44,7 @@ class ModelRunner:
         """dtype: auto, float32, bfloat16. block_size: tokens. load_format: auto, safetensors, dummy."""
         folder = Path(model_folder)
         self.device = torch.device("cpu")
+        library.set_threads(torch.get_num_threads())
         self.config = load_config(folder, max_model_len)
         self.dtype_name = resolve_dtype(dtype, self.config)
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)

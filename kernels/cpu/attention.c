@@ -12,7 +12,8 @@
 #include "common.h"
 
 #define SPAN 128
-#define PARALLEL_FROM 8 /* units: fewer take less time than waking a second thread */
+#define UNITS_PER_SHARE 3 /* fewer take less time than another thread needs to begin */
+#define ROWS_PER_SHARE 16  /* of merging */
 #define MAX_GROUP 16 /* query heads per key head; kernels/cpu/attention.py asks for no more */
 #define MAX_DIM 256
 
@@ -139,65 +140,88 @@ static void merge_spans(const problem *p, long row, long head, const float *part
     }
 }
 
+typedef struct {
+    problem p;
+    const long *starts; /* [rows + 1]: first unit of each row */
+    long rows, part_size;
+    float *parts; /* one part per unit */
+    void *out;
+    long ld_out;
+} decode_job;
+
+static void attend_units(const void *argument, long begin_unit, long end_unit) {
+    const decode_job *j = argument;
+    const problem *p = &j->p;
+    long row = 0;
+    for (long unit = begin_unit; unit < end_unit; unit++) {
+        while (j->starts[row + 1] <= unit) row++;
+        long inside = unit - j->starts[row], head = inside % p->kv_heads; /* heads of a block are neighbours */
+        long begin = (p->first[row] / SPAN + inside / p->kv_heads) * SPAN, end = begin + SPAN;
+        if (begin < p->first[row]) begin = p->first[row];
+        if (end > p->last[row] + 1) end = p->last[row] + 1;
+        float *part = j->parts + unit * j->part_size;
+        attend_unit(p, row, head, begin, end, part, part + MAX_GROUP, part + 2 * MAX_GROUP);
+    }
+}
+
+static void merge_rows(const void *argument, long begin_row, long end_row) {
+    const decode_job *j = argument;
+    long heads = j->p.kv_heads;
+    for (long row = begin_row; row < end_row; row++)
+        for (long head = 0; head < heads; head++)
+            merge_spans(&j->p, row, head, j->parts + (j->starts[row] + head) * j->part_size,
+                        (j->starts[row + 1] - j->starts[row]) / heads, heads * j->part_size, j->out, j->ld_out);
+}
+
 /* q: [rows, kv_heads * group, dim]; out: [rows, kv_heads * group * dim]; window 0: none. last[row] is the position of
  * the row's token, whose key is in the pool. dim: a multiple of 16, at most MAX_DIM; group: at most MAX_GROUP.
  * Returns 0, or -1 without memory. */
 int baton_decode_attention(const void *q, long ld_q, const void *pool, const int32_t *tables, long table_width,
                            const int64_t *last, long rows, long kv_heads, long group, long dim, long block_size,
                            long window, float scale, int dtype, void *out, long ld_out) {
-    static __thread scratch memory;
+    static __thread scratch memory, index;
     long part_size = 2 * MAX_GROUP + group * dim;
-    long *starts = malloc((rows + 1) * sizeof(long)); /* first unit of each row */
-    int64_t *first = malloc(rows * sizeof(int64_t));
-    if (starts == NULL || first == NULL) {
-        free(starts);
-        free(first);
-        return -1;
-    }
+    long *starts = scratch_of(&index, (2 * rows + 1) * sizeof(int64_t));
+    if (starts == NULL) return -1;
+    int64_t *first = (int64_t *)(starts + rows + 1);
     starts[0] = 0;
     for (long row = 0; row < rows; row++) {
         first[row] = window > 0 && last[row] >= window ? last[row] - window + 1 : 0;
-        long spans = last[row] / SPAN - first[row] / SPAN + 1;
-        starts[row + 1] = starts[row] + spans * kv_heads;
+        starts[row + 1] = starts[row] + (last[row] / SPAN - first[row] / SPAN + 1) * kv_heads;
     }
     long units = starts[rows];
     float *parts = scratch_of(&memory, (size_t)units * part_size * sizeof(float));
-    if (parts != NULL) {
-        problem p = {q, ld_q, pool, tables, table_width, first, last, kv_heads, group, dim, block_size, scale, dtype};
-#pragma omp parallel if (units >= PARALLEL_FROM)
-        {
-            long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-            long unit = units * thread / threads, end_unit = units * (thread + 1) / threads, row = 0;
-            for (; unit < end_unit; unit++) {
-                while (starts[row + 1] <= unit) row++;
-                long inside = unit - starts[row], head = inside % kv_heads; /* heads of a block are neighbours */
-                long begin = (first[row] / SPAN + inside / kv_heads) * SPAN, end = begin + SPAN;
-                if (begin < first[row]) begin = first[row];
-                if (end > last[row] + 1) end = last[row] + 1;
-                float *part = parts + unit * part_size;
-                attend_unit(&p, row, head, begin, end, part, part + MAX_GROUP, part + 2 * MAX_GROUP);
-            }
-#pragma omp barrier
-#pragma omp for schedule(static)
-            for (long pair = 0; pair < rows * kv_heads; pair++) {
-                long at_row = pair / kv_heads, head = pair % kv_heads;
-                long spans = (starts[at_row + 1] - starts[at_row]) / kv_heads;
-                merge_spans(&p, at_row, head, parts + (starts[at_row] + head) * part_size, spans,
-                            kv_heads * part_size, out, ld_out);
-            }
+    if (parts == NULL) return -1;
+    decode_job job = {
+        {q, ld_q, pool, tables, table_width, first, last, kv_heads, group, dim, block_size, scale, dtype},
+        starts, rows, part_size, parts, out, ld_out,
+    };
+    long size = even_share(units);
+    do_parallel(attend_units, &job, units, size < UNITS_PER_SHARE ? UNITS_PER_SHARE : size);
+    do_parallel(merge_rows, &job, rows, ROWS_PER_SHARE);
+    return 0;
+}
+
+typedef struct {
+    const char *kv;
+    long ld_kv;
+    char *pool;
+    const int64_t *blocks, *offsets;
+    long kv_heads, block_size, dim_bytes;
+} write_job;
+
+static void write_tokens(const void *argument, long begin, long end) {
+    write_job j = *(const write_job *)argument;
+    for (long t = begin; t < end; t++)
+        for (long piece = 0; piece < 2 * j.kv_heads; piece++) {
+            long slot = (j.blocks[t] * 2 * j.kv_heads + piece) * j.block_size + j.offsets[t];
+            memcpy(j.pool + slot * j.dim_bytes, j.kv + t * j.ld_kv + piece * j.dim_bytes, j.dim_bytes);
         }
-    }
-    free(starts);
-    free(first);
-    return parts == NULL ? -1 : 0;
 }
 
 /* Store keys and values kv [tokens, 2, kv_heads, dim] (token stride ld_kv) in slots blocks[t], offsets[t]. */
 void baton_write_kv(const char *kv, long ld_kv_bytes, char *pool, const int64_t *blocks, const int64_t *offsets,
                     long tokens, long kv_heads, long block_size, long dim_bytes) {
-#pragma omp parallel for schedule(static) if (tokens >= 64)
-    for (long t = 0; t < tokens; t++)
-        for (long piece = 0; piece < 2 * kv_heads; piece++)
-            memcpy(pool + ((blocks[t] * 2 * kv_heads + piece) * block_size + offsets[t]) * dim_bytes,
-                   kv + t * ld_kv_bytes + piece * dim_bytes, dim_bytes);
+    write_job job = {kv, ld_kv_bytes, pool, blocks, offsets, kv_heads, block_size, dim_bytes};
+    do_parallel(write_tokens, &job, tokens, 64);
 }

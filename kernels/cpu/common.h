@@ -8,10 +8,11 @@
 
 #include <immintrin.h>
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "threads.h"
 
 typedef uint16_t bf16;
 

@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 SWITCH = "BATON_CPU_KERNELS"  # "off": never use them
 CACHE_DIR = "BATON_KERNEL_DIR"  # where the built library is kept; default ~/.cache/baton/kernels
-_SOURCES = ("amx.c", "linear.c", "attention.c", "elementwise.c")
-_HEADERS = ("common.h",)
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-shared")
+_SOURCES = ("amx.c", "threads.c", "linear.c", "attention.c", "elementwise.c")
+_HEADERS = ("common.h", "threads.h")
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-pthread", "-fPIC", "-shared")
 _PROCESSOR = {
     "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16",
 }  # fmt: skip
@@ -29,6 +29,7 @@ _BUILD_TIMEOUT_S = 120
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "baton_request_amx": [],
+    "baton_set_threads": [_INT],
     "baton_linear_bf16": [
         _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT,
     ],
@@ -51,7 +52,7 @@ _SIGNATURES = {
 def load() -> ctypes.CDLL | None:
     """The kernels, built if need be; None where they cannot be used (the log says why). Takes seconds the first time.
 
-    torch must be imported first: the library then shares its OpenMP threads instead of starting a second set.
+    They run on one thread until `set_threads` gives them more.
     """
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "false"):
         _log.info("CPU kernels are switched off by %s", SWITCH)
@@ -76,6 +77,13 @@ def load() -> ctypes.CDLL | None:
         _log.info("no CPU kernels: the kernel does not grant the AMX tiles")
         return None
     return library
+
+
+def set_threads(count: int) -> None:
+    """How many threads the kernels compute on, the calling one included; without effect where there are no kernels."""
+    kernels = load()
+    if kernels is not None:
+        kernels.baton_set_threads(count)
 
 
 def _processor_flags() -> set[str]:
@@ -128,8 +136,6 @@ def _folder() -> Path:
 
 def main() -> int:
     """`python -m kernels.cpu.library` builds the kernels ahead of the first start."""
-    import torch  # noqa: F401 - see load()
-
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     return 0 if load() is not None else 1
 

@@ -11,7 +11,7 @@
  * rows the product becomes bound by arithmetic; a pair of outputs stays in the first-level cache while all rows pass.
  * Every output is summed over k in one fixed order, so a row's result does not depend on the number of rows.
  *
- * x is [rows, k] with a row stride; the number of threads is OpenMP's. Threads share out the pairs.
+ * x is [rows, k] with a row stride. Threads share out the pairs.
  */
 #include "common.h"
 
@@ -113,45 +113,50 @@ static inline void pair_bf16(const bf16 *x, long ld_x, const bf16 *w, long k_til
     _tile_stored(1, sums + 256, 64);
 }
 
+typedef struct {
+    epilogue e;
+    const bf16 *x, *tail, *w; /* tail: copies of rows copied_from.. */
+    long rows, copied_from, ld_x, k_tiles;
+} bf16_job;
+
+static void pairs_bf16(const void *argument, long begin, long end) {
+    const bf16_job *j = argument;
+    float sums[4 * 256] __attribute__((aligned(64)));
+    configure_tiles();
+    for (long pair = begin; pair < end; pair++) {
+        const bf16 *weight = j->w + pair * j->k_tiles * 1024;
+        for (long row = 0; row < j->rows;) {
+            int in_tail = row >= j->copied_from;
+            long stride = in_tail ? j->k_tiles * 32 : j->ld_x, left = (in_tail ? j->rows : j->copied_from) - row;
+            const bf16 *from = in_tail ? j->tail + (row - j->copied_from) * stride : j->x + row * stride;
+            long count = left < 32 ? left : 32;
+            pair_bf16(from, stride, weight, j->k_tiles, count > 16, row == 0, sums);
+            for (long r = 0; r < count; r++) {
+                const float *s = sums + (r / 16) * 512 + (r % 16) * 16;
+                finish(&j->e, row + r, pair, _mm512_load_ps(s), _mm512_load_ps(s + 256));
+            }
+            row += count;
+        }
+    }
+    _tile_release();
+}
+
 /* x: bfloat16 [rows, k]; w: packed; k_tiles: padded k / 32. Returns 0, or -1 without memory.
  * Rows are copied where the tiles would read past them: to a multiple of 16 rows and of 32 columns. */
 int baton_linear_bf16(const bf16 *x, long rows, long k, long ld_x, const bf16 *w, long pairs, long k_tiles,
                       const float *bias, void *out, long ld_out, long n, int out_dtype, int mode) {
     static __thread scratch padded;
-    epilogue e = {out, ld_out, n, out_dtype, mode, bias};
     long width = k_tiles * 32, copied_from = k == width ? rows / 16 * 16 : 0, copied = rows - copied_from;
-    const bf16 *tail = NULL;
+    bf16 *tail = NULL;
     if (copied > 0) {
-        long tall = (copied + 15) / 16 * 16;
-        bf16 *memory = scratch_of(&padded, (size_t)tall * width * 2);
-        if (memory == NULL) return -1;
-        memset(memory, 0, (size_t)tall * width * 2);
-        for (long r = 0; r < copied; r++) memcpy(memory + r * width, x + (copied_from + r) * ld_x, k * 2);
-        tail = memory;
+        size_t size = (size_t)((copied + 15) / 16 * 16) * width * 2;
+        tail = scratch_of(&padded, size);
+        if (tail == NULL) return -1;
+        memset(tail, 0, size);
+        for (long r = 0; r < copied; r++) memcpy(tail + r * width, x + (copied_from + r) * ld_x, k * 2);
     }
-#pragma omp parallel
-    {
-        float sums[4 * 256] __attribute__((aligned(64)));
-        long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        configure_tiles();
-        for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
-            const bf16 *weight = w + pair * k_tiles * 1024;
-            for (long row = 0; row < rows;) {
-                int in_tail = row >= copied_from;
-                const bf16 *from = in_tail ? tail + (row - copied_from) * width : x + row * ld_x;
-                long stride = in_tail ? width : ld_x, limit = in_tail ? rows : copied_from;
-                int two = limit - row > 16;
-                long count = limit - row < 32 ? limit - row : 32;
-                pair_bf16(from, stride, weight, k_tiles, two, row == 0, sums);
-                for (long r = 0; r < count; r++) {
-                    const float *s = sums + (r / 16) * 512 + (r % 16) * 16;
-                    finish(&e, row + r, pair, _mm512_load_ps(s), _mm512_load_ps(s + 256));
-                }
-                row += count;
-            }
-        }
-        _tile_release();
-    }
+    bf16_job job = {{out, ld_out, n, out_dtype, mode, bias}, x, tail, w, rows, copied_from, ld_x, k_tiles};
+    do_parallel(pairs_bf16, &job, pairs, even_share(pairs));
     return 0;
 }
 
@@ -200,48 +205,63 @@ static void few_rows_f32(const float *x, long ld_x, const float *w, long k, int 
     }
 }
 
+typedef struct {
+    epilogue e;
+    const float *x, *w;
+    float *panel; /* [panels][k][PANEL] */
+    long ld_x, k, rows, pairs, panels;
+} f32_job;
+
+static void pack_panels(const void *argument, long begin, long end) {
+    const f32_job *j = argument;
+    for (long p = begin; p < end; p++)
+        for (long i = 0; i < j->k; i++)
+            for (long r = 0; r < PANEL; r++)
+                j->panel[(p * j->k + i) * PANEL + r] = j->x[(p * PANEL + r) * j->ld_x + i];
+}
+
+static void finish_rows(const epilogue *e, long row, long count, long pair, const float *sums) {
+    for (long r = 0; r < count; r++)
+        finish(e, row + r, pair, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
+}
+
+/* Item i is pair i % pairs of the i / pairs-th group of PANELS_AT_ONCE panels, the rows behind the panels last. */
+static void pairs_f32(const void *argument, long begin, long end) {
+    const f32_job *j = argument;
+    float sums[PANELS_AT_ONCE * PANEL * 32] __attribute__((aligned(64)));
+    for (long item = begin; item < end; item++) {
+        long pair = item % j->pairs, top = item / j->pairs * PANELS_AT_ONCE, panels = j->panels - top;
+        const float *weight = j->w + pair * j->k * 32;
+        if (panels <= 0) {
+            for (long row = j->panels * PANEL; row < j->rows; row += PANEL) {
+                int count = j->rows - row < PANEL ? (int)(j->rows - row) : PANEL;
+                few_rows_f32(j->x + row * j->ld_x, j->ld_x, weight, j->k, count, sums);
+                finish_rows(&j->e, row, count, pair, sums);
+            }
+            continue;
+        }
+        if (panels > PANELS_AT_ONCE) panels = PANELS_AT_ONCE;
+        for (long from = 0; from < j->k; from += K_BLOCK) {
+            long count = j->k - from < K_BLOCK ? j->k - from : K_BLOCK;
+            for (long p = 0; p < panels; p++)
+                pair_f32(j->panel + ((top + p) * j->k + from) * PANEL, 1, PANEL, weight + from * 32, count, PANEL,
+                         from == 0, sums + p * PANEL * 32);
+        }
+        finish_rows(&j->e, top * PANEL, panels * PANEL, pair, sums);
+    }
+}
+
 /* x: float32 [rows, k]; w: packed. Returns 0, or -1 without memory. From two panels on, rows are first transposed into
  * panels [k][PANEL], whose elements lie at constant distances: twelve row pointers would not fit the registers. */
 int baton_linear_f32(const float *x, long rows, long k, long ld_x, const float *w, long pairs, const float *bias,
                      void *out, long ld_out, long n, int mode) {
     static __thread scratch packed;
-    epilogue e = {out, ld_out, n, FLOAT32, mode, bias};
-    long panels = rows < 2 * PANEL ? 0 : rows / PANEL, in_panels = panels * PANEL;
-    float *panel = panels == 0 ? NULL : scratch_of(&packed, (size_t)in_panels * k * sizeof(float));
+    long panels = rows < 2 * PANEL ? 0 : rows / PANEL;
+    float *panel = panels == 0 ? NULL : scratch_of(&packed, (size_t)panels * PANEL * k * sizeof(float));
     if (panels > 0 && panel == NULL) return -1;
-#pragma omp parallel
-    {
-        long threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        long first_pair = pairs * thread / threads, end_pair = pairs * (thread + 1) / threads;
-        float sums[PANELS_AT_ONCE * PANEL * 32] __attribute__((aligned(64)));
-#pragma omp for schedule(static)
-        for (long p = 0; p < panels; p++)
-            for (long i = 0; i < k; i++)
-                for (long r = 0; r < PANEL; r++) panel[(p * k + i) * PANEL + r] = x[(p * PANEL + r) * ld_x + i];
-        for (long top = 0; top < panels; top += PANELS_AT_ONCE) {
-            long bottom = top + PANELS_AT_ONCE < panels ? top + PANELS_AT_ONCE : panels;
-            for (long pair = first_pair; pair < end_pair; pair++) {
-                const float *weight = w + pair * k * 32;
-                for (long from = 0; from < k; from += K_BLOCK) {
-                    long count = k - from < K_BLOCK ? k - from : K_BLOCK;
-                    for (long p = top; p < bottom; p++)
-                        pair_f32(panel + (p * k + from) * PANEL, 1, PANEL, weight + from * 32, count, PANEL, from == 0,
-                                 sums + (p - top) * PANEL * 32);
-                }
-                for (long row = top * PANEL; row < bottom * PANEL; row++) {
-                    const float *s = sums + (row - top * PANEL) * 32;
-                    finish(&e, row, pair, _mm512_load_ps(s), _mm512_load_ps(s + 16));
-                }
-            }
-        }
-        for (long row = in_panels; row < rows; row += PANEL) {
-            int count = rows - row < PANEL ? (int)(rows - row) : PANEL;
-            for (long pair = first_pair; pair < end_pair; pair++) {
-                few_rows_f32(x + row * ld_x, ld_x, w + pair * k * 32, k, count, sums);
-                for (int r = 0; r < count; r++)
-                    finish(&e, row + r, pair, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
-            }
-        }
-    }
+    f32_job job = {{out, ld_out, n, FLOAT32, mode, bias}, x, w, panel, ld_x, k, rows, pairs, panels};
+    do_parallel(pack_panels, &job, panels, even_share(panels));
+    long groups = (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE + (rows > panels * PANEL);
+    do_parallel(pairs_f32, &job, pairs * groups, even_share(pairs));
     return 0;
 }

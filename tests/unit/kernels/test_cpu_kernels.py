@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def kernels() -> ctypes.CDLL:
     loaded = library.load()
     if loaded is None:
         pytest.skip("this machine has no AVX-512 with AMX, or no C compiler")
+    library.set_threads(2)
     return loaded
 
 
@@ -93,15 +95,26 @@ def test_product_when_other_rows_join_then_a_row_is_the_same_bit_by_bit(
 
 
 def test_product_when_threads_change_then_result_is_the_same_bit_by_bit(kernels: ctypes.CDLL) -> None:
-    packed = PackedWeight(kernels, HugeArena(), random(100, 70, seed=1))
-    x, before = random(30, 70), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        single = packed(x)
-        torch.set_num_threads(3)
+    packed = PackedWeight(kernels, HugeArena(), random(300, 70, seed=1))
+    x = random(30, 70)
+    library.set_threads(1)
+    single = packed(x)
+    for count in (4, 2, 1, 3):
+        library.set_threads(count)
         assert torch.equal(packed(x), single)
-    finally:
-        torch.set_num_threads(before)
+
+
+def test_kernels_when_several_threads_call_them_at_once_then_each_gets_its_own_result(kernels: ctypes.CDLL) -> None:
+    library.set_threads(3)
+    packed = PackedWeight(kernels, HugeArena(), random(600, 70, seed=1))
+    inputs = [random(1 + i, 70, seed=i) for i in range(6)]
+    expected = [packed(x) for x in inputs]
+
+    def repeat(i: int) -> bool:
+        return all(torch.equal(packed(inputs[i]), expected[i]) for _ in range(300))
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(repeat, range(len(inputs)), timeout=60))
 
 
 def test_product_when_operands_do_not_fit_then_raises(kernels: ctypes.CDLL) -> None:
