@@ -30,6 +30,8 @@ from engine.runner.model_runner import ModelRunner
 from engine.sampling import SamplingRow
 
 BLOCK_SIZE = 16
+PREFILL_TOKENS = 512
+STEPS_PER_ROUND = 4
 _SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -67,20 +69,22 @@ def random_folder(parent: Path) -> Path:
 class Case:
     name: str
     tokens: int  # per step
+    prepare: Callable[[], None]  # once, before the rounds
     engine: Callable[[], None]  # one step
     reference: Callable[[], None]
-    inner: int  # steps per round
+    steps: int  # per round
 
 
 class EngineRows:
     """Requests with their blocks, decoded or prefilled by a ModelRunner."""
 
-    def __init__(self, runner: ModelRunner, count: int, prompt: list[list[int]], room: int) -> None:
+    def __init__(self, runner: ModelRunner, prompts: list[list[int]], room: int) -> None:
+        """prompts: all of one length; room: tokens that will be decoded at the most."""
         self.runner = runner
-        per_row = -(-(len(prompt[0]) + room) // BLOCK_SIZE)
+        count, per_row = len(prompts), -(-(len(prompts[0]) + room) // BLOCK_SIZE)
         # Interleaved, as blocks of requests that grew side by side are
         self.tables = [[1 + i * count + row for i in range(per_row)] for row in range(count)]
-        self.prompt = prompt
+        self.prompts = prompts
         self.next = [0] * count
         self.length = 0
 
@@ -89,10 +93,10 @@ class EngineRows:
         return BatchRow(str(index), token_ids, start, self.tables[index], True, sampling)
 
     def prefill(self) -> None:
-        for index, prompt in enumerate(self.prompt):
+        for index, prompt in enumerate(self.prompts):
             result = self.runner.execute(StepBatch([self._row(index, prompt, 0)]))
             self.next[index] = result.rows[0].token_id or 0
-        self.length = len(self.prompt[0])
+        self.length = len(self.prompts[0])
 
     def decode(self) -> None:
         rows = [self._row(index, [token], self.length) for index, token in enumerate(self.next)]
@@ -102,11 +106,11 @@ class EngineRows:
 
 
 class ReferenceRows:
-    """The same in transformers: one padded-free batch with its dynamic cache."""
+    """The same in transformers: one batch without padding, and its dynamic cache."""
 
-    def __init__(self, model: Any, prompt: list[list[int]]) -> None:
+    def __init__(self, model: Any, prompts: list[list[int]]) -> None:
         self.model = model
-        self.prompt = torch.tensor(prompt)
+        self.prompt = torch.tensor(prompts)
         self.cache: Any = None
         self.next = self.prompt[:, :1]
 
@@ -122,28 +126,30 @@ class ReferenceRows:
         self.next = out.logits[:, -1].argmax(-1, keepdim=True)
 
 
+def decode_case(runner: ModelRunner, model: Any, prompts: list[list[int]], room: int) -> Case:
+    ours, theirs = EngineRows(runner, prompts, room), ReferenceRows(model, prompts)
+
+    def prefill() -> None:
+        ours.prefill()
+        theirs.prefill()
+
+    name = f"decode batch {len(prompts)} context {len(prompts[0])}"
+    return Case(name, len(prompts), prefill, ours.decode, theirs.decode, STEPS_PER_ROUND)
+
+
+def prefill_case(runner: ModelRunner, model: Any, prompt: list[int]) -> Case:
+    ours, theirs = EngineRows(runner, [prompt], 0), ReferenceRows(model, [prompt])
+    return Case(f"prefill {len(prompt)}", len(prompt), lambda: None, ours.prefill, theirs.prefill, 1)
+
+
 def build_cases(runner: ModelRunner, model: Any, batches: list[int], contexts: list[int], room: int) -> list[Case]:
     generator = torch.Generator().manual_seed(1)
-    vocab = runner.config.vocab_size
-    cases = []
-    for context in contexts:
-        for batch in batches:
-            prompt = torch.randint(0, vocab, (batch, context), generator=generator).tolist()
-            ours, theirs = EngineRows(runner, batch, prompt, room), ReferenceRows(model, prompt)
-            case = Case(f"decode batch {batch} context {context}", batch, ours.decode, theirs.decode, 4)
-            case.engine_rows, case.reference_rows = ours, theirs  # type: ignore[attr-defined]
-            cases.append(case)
-    prompt = torch.randint(0, vocab, (1, 512), generator=generator).tolist()
-    cases.append(
-        Case(
-            "prefill 512",
-            512,
-            EngineRows(runner, 1, prompt, room).prefill,
-            ReferenceRows(model, prompt).prefill,
-            1,
-        )
-    )
-    return cases
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return torch.randint(0, runner.config.vocab_size, (count, length), generator=generator).tolist()
+
+    cases = [decode_case(runner, model, prompts(b, c), room) for c in contexts for b in batches]
+    return [*cases, prefill_case(runner, model, prompts(1, PREFILL_TOKENS)[0])]
 
 
 def timed(step: Callable[[], None], count: int) -> float:
@@ -156,15 +162,13 @@ def timed(step: Callable[[], None], count: int) -> float:
 
 def run_case(case: Case, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds per step of (engine, reference), one entry per round."""
-    if hasattr(case, "engine_rows"):
-        case.engine_rows.prefill()
-        case.reference_rows.prefill()
+    case.prepare()
     timed(case.engine, 2)
     timed(case.reference, 2)
     ours, theirs = [], []
     for _ in range(rounds):
-        ours.append(timed(case.engine, case.inner))
-        theirs.append(timed(case.reference, case.inner))
+        ours.append(timed(case.engine, case.steps))
+        theirs.append(timed(case.reference, case.steps))
     return ours, theirs
 
 
@@ -194,8 +198,9 @@ def main() -> None:
         folder = arguments.model or random_folder(Path(parent))
         for dtype in arguments.dtype:
             runner = ModelRunner(folder, dtype, BLOCK_SIZE)
-            room = 4 * arguments.rounds + 8
-            runner.init_kv(2 + max(arguments.batch) * -(-(max([512, *arguments.context]) + room) // BLOCK_SIZE))
+            room = STEPS_PER_ROUND * (arguments.rounds + 1)
+            longest = max([PREFILL_TOKENS, *arguments.context]) + room
+            runner.init_kv(1 + max(arguments.batch) * -(-longest // BLOCK_SIZE))
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
             model.eval()
             for case in build_cases(runner, model, arguments.batch, arguments.context, room):

@@ -12,6 +12,7 @@ from engine.loader.fused import WeightLoader
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaModel
 from engine.models.qwen3 import Qwen3Model
+from kernels.cpu.memory import release_freed
 
 MODELS: dict[str, type[LlamaModel]] = {
     "llama": LlamaModel,
@@ -31,6 +32,9 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype, load_forma
         raise ModelLoadError(f"--load-format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     family = MODELS[config.family]
     if load_format == "dummy":
-        return family(config, WeightLoader(DummyCheckpoint(), dtype))
-    with SafetensorsCheckpoint(folder) as checkpoint:
-        return family(config, WeightLoader(checkpoint, dtype))
+        model = family(config, WeightLoader(DummyCheckpoint(), dtype))
+    else:
+        with SafetensorsCheckpoint(folder) as checkpoint:
+            model = family(config, WeightLoader(checkpoint, dtype))
+    release_freed()
+    return model

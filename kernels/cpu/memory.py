@@ -16,13 +16,12 @@ _CHUNK = 64 << 20
 
 
 @functools.cache
-def _madvise() -> ctypes._NamedFuncPointer | None:
+def _c_function(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function of the C library, None where it has no such one."""
     try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
+        return getattr(ctypes.CDLL(None), name, None)
+    except OSError:
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -34,9 +33,10 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     raw = torch.from_numpy(np.zeros(nbytes + HUGE_PAGE, dtype=np.uint8))
     begin = -raw.data_ptr() % HUGE_PAGE
-    madvise = _madvise()
+    madvise = _c_function("madvise")
     if madvise is not None and nbytes >= HUGE_PAGE:
-        madvise(raw.data_ptr() + begin, nbytes // HUGE_PAGE * HUGE_PAGE, _MADV_HUGEPAGE)
+        length = ctypes.c_size_t(nbytes // HUGE_PAGE * HUGE_PAGE)
+        madvise(ctypes.c_void_p(raw.data_ptr() + begin), length, _MADV_HUGEPAGE)
     return raw[begin : begin + nbytes].view(dtype).view(*shape)
 
 
@@ -56,3 +56,13 @@ class HugeArena:
         piece = self._chunk[self._used : self._used + math.prod(shape) * dtype.itemsize]
         self._used += nbytes
         return piece.view(dtype).view(*shape)
+
+
+def release_freed() -> None:
+    """Gives memory that this process freed back to the system, where the C library knows how (glibc).
+
+    Worth calling after the plain weights of a model were dropped: they lie among blocks that stay.
+    """
+    trim = _c_function("malloc_trim")
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
