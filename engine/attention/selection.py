@@ -10,7 +10,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.loader.errors import ModelLoadError
 from engine.models.config import ModelConfig
 
-BACKENDS: dict[str, type[TorchBackend]] = {"torch": TorchBackend, "native": NativeBackend}
+BACKENDS: dict[str, type[TorchBackend] | type[NativeBackend]] = {"torch": TorchBackend, "native": NativeBackend}
 
 
 def select_backend(name: str, config: ModelConfig, block_size: int, dtype: torch.dtype) -> AttentionBackend:

@@ -10,9 +10,8 @@ groups, because each group is padded to its longest row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,8 @@ _GROUP_COST_BLOCKS = 32
 
 @dataclass(slots=True)
 class LayerPool:
-    """One layer's pool, and views of it."""
+    """Views of one layer's pool."""
 
-    pool: torch.Tensor  # [blocks, 2, kv_heads, block_size, head_dim]
     slots: torch.Tensor  # [blocks, block_size, 2, kv_heads, head_dim], strided
     pieces: torch.Tensor  # [blocks * 2 * kv_heads, block_size * head_dim]
 
@@ -56,7 +54,7 @@ class PrefillRow:
 
 @dataclass(slots=True)
 class WindowPlan:
-    decode: list[Any]  # DecodeGroup, or what a subclass makes of the decode rows
+    decode: list[DecodeGroup]
     prefill: list[PrefillRow]
 
 
@@ -90,27 +88,22 @@ class TorchBackend(AttentionBackend):
         self._scratch = torch.empty(0, dtype=dtype)
 
     def bind(self, pool: torch.Tensor) -> LayerPool:
-        return LayerPool(pool, pool.permute(0, 3, 1, 2, 4), pool.view(-1, self.block_size * self.head_dim))
+        return LayerPool(pool.permute(0, 3, 1, 2, 4), pool.view(-1, self.block_size * self.head_dim))
 
     # -- plan
 
     def plan(self, rows: AttentionRows) -> TorchPlan:
-        size = self.block_size
         lengths = np.array(rows.lengths)
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) + np.repeat(np.array(rows.starts) - (ends - lengths), lengths)
+        first_tokens = np.cumsum(lengths) - lengths
         tables = [np.array(table) for table in rows.block_tables]
-        blocks = [
-            table[start // size : -(-(start + length) // size)].repeat(size)[start % size :][:length]
-            for table, start, length in zip(tables, rows.starts, rows.lengths, strict=True)
-        ]
+        blocks, offsets = slots_of(rows, tables, self.block_size)
         return TorchPlan(
-            blocks=torch.from_numpy(np.concatenate(blocks)),
-            offsets=torch.from_numpy(positions % size),
+            blocks=blocks,
+            offsets=offsets,
             windows={
                 window: WindowPlan(
                     self._decode_groups(rows, tables, window) if rows.num_decode else [],
-                    self._prefill_rows(rows, tables, window, ends - lengths),
+                    self._prefill_rows(rows, tables, window, first_tokens),
                 )
                 for window in self.windows
             },
@@ -226,6 +219,24 @@ class TorchBackend(AttentionBackend):
             enable_gqa=True,
         )  # [1, heads, length, head_dim]
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def slots_of(rows: AttentionRows, tables: Sequence[np.ndarray], block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the step's tokens are stored: blocks and offsets inside them, int64 [tokens] each.
+
+    tables: rows.block_tables as arrays.
+    """
+    blocks = [
+        table[start // block_size : -(-(start + length) // block_size)].repeat(block_size)[start % block_size :][
+            :length
+        ]
+        for table, start, length in zip(tables, rows.starts, rows.lengths, strict=True)
+    ]
+    offsets = [np.arange(start, start + length) for start, length in zip(rows.starts, rows.lengths, strict=True)]
+    return (
+        torch.from_numpy(np.concatenate(blocks).astype(np.int64)),
+        torch.from_numpy(np.concatenate(offsets) % block_size),
+    )
 
 
 def split_by_length(counts: np.ndarray) -> list[np.ndarray]:

@@ -1,7 +1,8 @@
-"""Attention of decode rows over the paged pool, and the writing of keys and values (attention.c).
+"""Attention over the paged pool, and the writing of keys and values (decode.c, prefill.c).
 
 Shapes: pool [num_blocks, 2, kv_heads, block_size, head_dim]; q [rows, heads, head_dim]; tables int32 [rows, width].
-Bytes moved per row: 2 * context * kv_heads * head_dim * itemsize, each once; that over the bandwidth is the floor.
+Bytes moved per decode row: 2 * context * kv_heads * head_dim * itemsize, each once; that over the bandwidth is the
+floor. Chunks of prompts are bound by arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _MAX_GROUP, _MAX_DIM = 16, 256
 
 
 def supports(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_attention` can run these heads."""
+    """Whether the kernels can run these heads."""
     group = num_heads // num_kv_heads
     return group <= _MAX_GROUP and head_dim <= _MAX_DIM and head_dim % 16 == 0 and dtype in _CODES
 
@@ -28,40 +29,69 @@ def decode_attention(
     tables: torch.Tensor,
     last: torch.Tensor,
     window: int | None,
-) -> torch.Tensor:
-    """One query token per row: [rows, heads * head_dim].
+    out: torch.Tensor,
+) -> None:
+    """One query token per row.
 
     q: [rows, heads, head_dim], heads side by side. tables: int32, block of positions block_size * i and on. last: int64
     [rows], position of the row's token, whose key is in the pool. With a window, only the last `window` are seen.
+    out: [rows, heads * head_dim], written.
     """
     rows, heads, dim = q.shape
     _, _, kv_heads, block_size, _ = pool.shape
-    out = torch.empty(rows, heads * dim, dtype=q.dtype)
     failed = library.baton_decode_attention(
         q.data_ptr(), q.stride(0), pool.data_ptr(), tables.data_ptr(), tables.shape[1], last.data_ptr(), rows, kv_heads,
         heads // kv_heads, dim, block_size, window or 0, 1.0 / math.sqrt(dim), _CODES[q.dtype], out.data_ptr(),
-        heads * dim,
+        out.stride(0),
     )  # fmt: skip
     if failed:
         raise MemoryError("no memory for decode attention")
-    return out
 
 
-def reference(
-    q: torch.Tensor, pool: torch.Tensor, tables: torch.Tensor, last: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """What decode_attention computes, row by row in float32 and rounded once."""
-    rows, heads, dim = q.shape
+def prefill_attention(
+    library: ctypes.CDLL,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    first_tokens: torch.Tensor,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """Chunks of prompts, causally; keys and values of the chunks are in the pool.
+
+    q: [tokens, heads, head_dim]. Row r's chunk is tokens first_tokens[r] .. + lengths[r] of q and out, at positions
+    starts[r] and on (int64 [rows] each). tables: int32 [rows, width]. out: [tokens, heads * head_dim], written there.
+    """
+    _, heads, dim = q.shape
     _, _, kv_heads, block_size, _ = pool.shape
-    out = torch.empty(rows, heads * dim, dtype=q.dtype)
-    for row in range(rows):
-        end = int(last[row]) + 1
-        first = 0 if window is None else max(0, end - window)
-        held = pool[tables[row, : -(-end // block_size)].long()].float()  # [blocks, 2, kv_heads, block_size, dim]
-        key, value = held.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, first:end]
-        scores = torch.einsum("hgd,hsd->hgs", q[row].float().view(kv_heads, -1, dim), key) / math.sqrt(dim)
-        out[row] = torch.einsum("hgs,hsd->hgd", scores.softmax(-1), value).flatten().to(q.dtype)
-    return out
+    failed = library.baton_prefill_attention(
+        q.data_ptr(), q.stride(0), pool.data_ptr(), tables.data_ptr(), tables.shape[1], starts.data_ptr(),
+        lengths.data_ptr(), first_tokens.data_ptr(), tables.shape[0], kv_heads, heads // kv_heads, dim, block_size,
+        window or 0, 1.0 / math.sqrt(dim), _CODES[q.dtype], out.data_ptr(), out.stride(0),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for prefill attention")
+
+
+def reference(q: torch.Tensor, pool: torch.Tensor, table: torch.Tensor, start: int, window: int | None) -> torch.Tensor:
+    """What both compute for one row: q [tokens, heads, head_dim] at positions start and on.
+
+    Returns [tokens, heads * head_dim], computed in float32 and rounded once.
+    """
+    tokens, _, dim = q.shape
+    _, _, kv_heads, block_size, _ = pool.shape
+    end = start + tokens
+    held = pool[table[: -(-end // block_size)].long()].float()  # [blocks, 2, kv_heads, block_size, dim]
+    key, value = held.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :end]
+    scores = torch.einsum("thgd,hsd->thgs", q.float().view(tokens, kv_heads, -1, dim), key) / math.sqrt(dim)
+    position, seen = torch.arange(start, end)[:, None], torch.arange(end)
+    visible = seen <= position
+    if window is not None:
+        visible &= seen > position - window
+    weights = scores.masked_fill(~visible[:, None, None, :], -math.inf).softmax(-1)
+    return torch.einsum("thgs,hsd->thgd", weights, value).reshape(tokens, -1).to(q.dtype)
 
 
 def write_kv(

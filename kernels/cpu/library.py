@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 SWITCH = "BATON_CPU_KERNELS"  # "off": never use them
 CACHE_DIR = "BATON_KERNEL_DIR"  # where the built library is kept; default ~/.cache/baton/kernels
-_SOURCES = ("amx.c", "threads.c", "linear.c", "attention.c", "elementwise.c")
-_HEADERS = ("common.h", "threads.h")
+_SOURCES = ("amx.c", "threads.c", "linear.c", "decode.c", "prefill.c", "elementwise.c")
+_HEADERS = ("common.h", "products.h", "threads.h")
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-pthread", "-fPIC", "-shared")
 _PROCESSOR = {
     "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16",
@@ -39,6 +39,10 @@ _SIGNATURES = {
     "baton_decode_attention": [
         _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT,
         _INT, _POINTER, _LONG,
+    ],
+    "baton_prefill_attention": [
+        _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG,
+        _LONG, _FLOAT, _INT, _POINTER, _LONG,
     ],
     "baton_write_kv": [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG],
     "baton_rms_norm": [

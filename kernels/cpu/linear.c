@@ -13,7 +13,7 @@
  *
  * x is [rows, k] with a row stride. Threads share out the pairs.
  */
-#include "common.h"
+#include "products.h"
 
 enum { STORE = 0, ADD = 1, GATED = 2 };
 
@@ -47,71 +47,13 @@ static inline void finish(const epilogue *e, long row, long pair, __m512 a, __m5
     if (mask_b) store16_masked(e->out, at + 16, e->dtype, mask_b, b);
 }
 
-/* ---- bfloat16, AMX ---- */
-
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t column_bytes[16];
-    uint8_t rows[16];
-} tile_config;
-
-static void configure_tiles(void) {
-    tile_config config;
-    memset(&config, 0, sizeof config);
-    config.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        config.rows[i] = 16;
-        config.column_bytes[i] = 64;
-    }
-    _tile_loadconfig(&config);
+/* `count` rows whose sums lie side by side, [count][32]. */
+static void finish_rows(const epilogue *e, long row, long count, long pair, const float *sums) {
+    for (long r = 0; r < count; r++)
+        finish(e, row + r, pair, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
 }
 
-#define PREFETCH_AHEAD 4096 /* bytes; hides the latency of memory behind the products in between */
-
-static inline void prefetch_tile(const bf16 *tile) {
-    const char *line = (const char *)tile + PREFETCH_AHEAD;
-    for (int i = 0; i < 16; i++) _mm_prefetch(line + 64 * i, _MM_HINT_T0);
-}
-
-/* 16 or 32 rows of one pair. x0: the first row; two: whether rows 16..31 are computed. */
-static inline void pair_bf16(const bf16 *x, long ld_x, const bf16 *w, long k_tiles, int two, int first, float *sums) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (two) {
-        _tile_zero(2);
-        _tile_zero(3);
-        for (long k = 0; k < k_tiles; k++, w += 1024) {
-            if (first) {
-                prefetch_tile(w);
-                prefetch_tile(w + 512);
-            }
-            _tile_loadd(4, x + 32 * k, ld_x * 2);
-            _tile_loadd(6, w, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + 512, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x + 16 * ld_x + 32 * k, ld_x * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(2, sums + 512, 64);
-        _tile_stored(3, sums + 768, 64);
-    } else {
-        for (long k = 0; k < k_tiles; k++, w += 1024) {
-            if (first) {
-                prefetch_tile(w);
-                prefetch_tile(w + 512);
-            }
-            _tile_loadd(4, x + 32 * k, ld_x * 2);
-            _tile_loadd(6, w, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + 512, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-    }
-    _tile_stored(0, sums, 64);
-    _tile_stored(1, sums + 256, 64);
-}
+/* ---- bfloat16 ---- */
 
 typedef struct {
     epilogue e;
@@ -121,7 +63,7 @@ typedef struct {
 
 static void pairs_bf16(const void *argument, long begin, long end) {
     const bf16_job *j = argument;
-    float sums[4 * 256] __attribute__((aligned(64)));
+    float sums[32 * 32] __attribute__((aligned(64)));
     configure_tiles();
     for (long pair = begin; pair < end; pair++) {
         const bf16 *weight = j->w + pair * j->k_tiles * 1024;
@@ -130,11 +72,8 @@ static void pairs_bf16(const void *argument, long begin, long end) {
             long stride = in_tail ? j->k_tiles * 32 : j->ld_x, left = (in_tail ? j->rows : j->copied_from) - row;
             const bf16 *from = in_tail ? j->tail + (row - j->copied_from) * stride : j->x + row * stride;
             long count = left < 32 ? left : 32;
-            pair_bf16(from, stride, weight, j->k_tiles, count > 16, row == 0, sums);
-            for (long r = 0; r < count; r++) {
-                const float *s = sums + (r / 16) * 512 + (r % 16) * 16;
-                finish(&j->e, row + r, pair, _mm512_load_ps(s), _mm512_load_ps(s + 256));
-            }
+            product_bf16(from, stride, weight, j->k_tiles, count > 16, row == 0, 1, sums, 32);
+            finish_rows(&j->e, row, count, pair, sums);
             row += count;
         }
     }
@@ -162,48 +101,8 @@ int baton_linear_bf16(const bf16 *x, long rows, long k, long ld_x, const bf16 *w
 
 /* ---- float32 ---- */
 
-#define PANEL 12    /* rows at once: 24 accumulators, 2 vectors of weight, 1 broadcast are what 32 registers hold */
 #define PANELS_AT_ONCE 12 /* their rows stay in the second-level cache while all pairs pass */
 #define K_BLOCK 768       /* of a weight pair: 96 KiB, which stay there too while the panels pass */
-
-/* Adds `count` rows of one pair, over k in order, to sums [count][32] (from zero if `fresh`). Element (r, i) of x is
- * x[r * row_step + i * k_step]. `count` and the steps of a packed panel are constants where this is inlined. */
-static inline __attribute__((always_inline)) void pair_f32(const float *x, const long row_step, const long k_step,
-                                                           const float *w, long k, const int count, int fresh,
-                                                           float *sums) {
-    __m512 a[PANEL], b[PANEL];
-#pragma GCC unroll 12
-    for (int r = 0; r < count; r++) {
-        a[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * 32);
-        b[r] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * 32 + 16);
-    }
-    for (long i = 0; i < k; i++, w += 32, x += k_step) {
-        __m512 w0 = _mm512_loadu_ps(w), w1 = _mm512_loadu_ps(w + 16);
-        _mm_prefetch((const char *)w + PREFETCH_AHEAD / 2, _MM_HINT_T0);
-        _mm_prefetch((const char *)w + PREFETCH_AHEAD / 2 + 64, _MM_HINT_T0);
-#pragma GCC unroll 12
-        for (int r = 0; r < count; r++) {
-            __m512 v = _mm512_set1_ps(x[r * row_step]);
-            a[r] = _mm512_fmadd_ps(v, w0, a[r]);
-            b[r] = _mm512_fmadd_ps(v, w1, b[r]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < count; r++) {
-        _mm512_store_ps(sums + r * 32, a[r]);
-        _mm512_store_ps(sums + r * 32 + 16, b[r]);
-    }
-}
-
-/* The same for any `count` up to PANEL of rows that lie as they came. */
-static void few_rows_f32(const float *x, long ld_x, const float *w, long k, int count, float *sums) {
-    switch (count) {
-#define CASE(count) \
-    case count: pair_f32(x, ld_x, 1, w, k, count, 1, sums); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-    }
-}
 
 typedef struct {
     epilogue e;
@@ -220,11 +119,6 @@ static void pack_panels(const void *argument, long begin, long end) {
                 j->panel[(p * j->k + i) * PANEL + r] = j->x[(p * PANEL + r) * j->ld_x + i];
 }
 
-static void finish_rows(const epilogue *e, long row, long count, long pair, const float *sums) {
-    for (long r = 0; r < count; r++)
-        finish(e, row + r, pair, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
-}
-
 /* Item i is pair i % pairs of the i / pairs-th group of PANELS_AT_ONCE panels, the rows behind the panels last. */
 static void pairs_f32(const void *argument, long begin, long end) {
     const f32_job *j = argument;
@@ -235,7 +129,7 @@ static void pairs_f32(const void *argument, long begin, long end) {
         if (panels <= 0) {
             for (long row = j->panels * PANEL; row < j->rows; row += PANEL) {
                 int count = j->rows - row < PANEL ? (int)(j->rows - row) : PANEL;
-                few_rows_f32(j->x + row * j->ld_x, j->ld_x, weight, j->k, count, sums);
+                product_rows_f32(j->x + row * j->ld_x, j->ld_x, weight, j->k, count, 1, sums, 32);
                 finish_rows(&j->e, row, count, pair, sums);
             }
             continue;
@@ -244,8 +138,8 @@ static void pairs_f32(const void *argument, long begin, long end) {
         for (long from = 0; from < j->k; from += K_BLOCK) {
             long count = j->k - from < K_BLOCK ? j->k - from : K_BLOCK;
             for (long p = 0; p < panels; p++)
-                pair_f32(j->panel + ((top + p) * j->k + from) * PANEL, 1, PANEL, weight + from * 32, count, PANEL,
-                         from == 0, sums + p * PANEL * 32);
+                product_f32(j->panel + ((top + p) * j->k + from) * PANEL, 1, PANEL, weight + from * 32, count, PANEL,
+                            from == 0, sums + p * PANEL * 32, 32);
         }
         finish_rows(&j->e, top * PANEL, panels * PANEL, pair, sums);
     }

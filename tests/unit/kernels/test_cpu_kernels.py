@@ -128,53 +128,126 @@ def test_product_when_operands_do_not_fit_then_raises(kernels: ctypes.CDLL) -> N
         packed.add_to(torch.zeros(2, 8, dtype=torch.bfloat16), random(2, 16))
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 128, 300])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"),
-    [(9, 3, 64, 16), (4, 4, 16, 4), (16, 1, 32, 16), (10, 1, 128, 8), (8, 2, 256, 64), (2, 1, 80, 3)],
-)
+HEADS = [(9, 3, 64, 16), (4, 4, 16, 4), (16, 1, 32, 16), (10, 1, 128, 8), (8, 2, 256, 64), (2, 1, 80, 3)]
+WINDOWS = [None, 1, 20, 128, 300]
+
+
+def shuffled_tables(rows: int, width: int) -> torch.Tensor:
+    """Every row over blocks 1 to width, in an order of its own."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.stack([torch.randperm(width, generator=generator) + 1 for _ in range(rows)]).int()
+
+
+def decode(
+    kernels: ctypes.CDLL,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    last: torch.Tensor,
+    window: int | None = None,
+) -> torch.Tensor:
+    out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"), dtype=q.dtype)
+    attention.decode_attention(kernels, q, pool, tables, last, window, out)
+    return out
+
+
+def prefill(
+    kernels: ctypes.CDLL,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    starts: list[int],
+    lengths: list[int],
+    window: int | None = None,
+) -> torch.Tensor:
+    out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"), dtype=q.dtype)
+    firsts = [sum(lengths[:i]) for i in range(len(lengths))]
+    attention.prefill_attention(
+        kernels, q, pool, tables, torch.tensor(starts), torch.tensor(lengths), torch.tensor(firsts), window, out
+    )
+    return out
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), HEADS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_attention_when_shapes_vary_then_equals_reference(
     kernels: ctypes.CDLL, heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
     last = torch.tensor([0, 1, 15, 16, 127, 128, 129, 400, 777])
     width = 777 // block_size + 1
-    generator = torch.Generator().manual_seed(4)
-    tables = torch.stack([torch.randperm(width, generator=generator) + 1 for _ in last]).int()
+    tables = shuffled_tables(len(last), width)
     pool = random(width + 1, 2, kv_heads, block_size, dim, seed=5, dtype=dtype)
     pool[0] = float("nan")  # the reserved block is never read
     q = random(len(last), heads + 2 * kv_heads, dim, seed=6, dtype=dtype)[:, :heads]
     assert attention.supports(heads, kv_heads, dim, dtype)
-    found = attention.decode_attention(kernels, q, pool, tables, last, window)
-    expected = attention.reference(q, pool, tables, last, window)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
-    for row in range(len(last)):  # a row is the same alone, bit by bit
-        alone = attention.decode_attention(kernels, q[row : row + 1], pool, tables[row : row + 1], last[row:], window)
+    found = decode(kernels, q, pool, tables, last, window)
+    for row in range(len(last)):
+        expected = attention.reference(q[row : row + 1], pool, tables[row], int(last[row]), window)
+        torch.testing.assert_close(found[row], expected[0], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
+        # and a row is the same alone, bit by bit
+        alone = decode(kernels, q[row : row + 1], pool, tables[row : row + 1], last[row:], window)
         assert torch.equal(alone[0], found[row])
 
 
-def test_decode_attention_when_slots_behind_the_row_hold_garbage_then_they_do_not_matter(
-    kernels: ctypes.CDLL,
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_attention_when_shapes_vary_then_equals_reference(
+    kernels: ctypes.CDLL, heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    pool = random(2, 2, 1, 16, 32)
+    starts, lengths = [0, 0, 3, 31, 500, 290], [1, 70, 5, 33, 40, 2]
+    width = 540 // block_size + 1
+    tables = shuffled_tables(len(starts), width)
+    pool = random(width + 1, 2, kv_heads, block_size, dim, seed=5, dtype=dtype)
+    pool[0] = float("nan")
+    q = random(sum(lengths), heads + 2 * kv_heads, dim, seed=6, dtype=dtype)[:, :heads]
+    found = prefill(kernels, q, pool, tables, starts, lengths, window)
+    first = 0
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        expected = attention.reference(q[first : first + length], pool, tables[row], start, window)
+        torch.testing.assert_close(
+            found[first : first + length], expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2
+        )
+        first += length
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_attention_when_a_prompt_is_cut_otherwise_then_tokens_are_the_same_bit_by_bit(
+    kernels: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    pool, tables = random(50, 2, 3, 16, 64, dtype=dtype), shuffled_tables(1, 49)
+    q = random(700, 9, 64, seed=1, dtype=dtype)
+    whole = prefill(kernels, q, pool, tables, [0], [700])
+    for chunks in ([256, 256, 188], [1, 15, 300, 384], [7] * 100):
+        start = 0
+        for length in chunks:
+            part = prefill(kernels, q[start : start + length], pool, tables, [start], [length])
+            assert torch.equal(part, whole[start : start + length])
+            start += length
+
+
+def test_attention_when_slots_behind_the_row_hold_garbage_then_they_do_not_matter(kernels: ctypes.CDLL) -> None:
+    pool, tables = random(2, 2, 1, 16, 32), torch.tensor([[1]], dtype=torch.int32)
     pool[1, :, :, 6:] = float("nan")
-    found = attention.decode_attention(
-        kernels, random(1, 2, 32), pool, torch.tensor([[1]], dtype=torch.int32), torch.tensor([5]), None
-    )
-    assert torch.isfinite(found).all()
+    assert torch.isfinite(decode(kernels, random(1, 2, 32), pool, tables, torch.tensor([5]))).all()
+    assert torch.isfinite(prefill(kernels, random(4, 2, 32), pool, tables, [2], [4])).all()
 
 
 @pytest.mark.parametrize("kind", ["key", "value"])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_decode_attention_when_a_seen_slot_is_not_finite_then_the_row_shows_it_and_others_do_not(
+def test_attention_when_a_seen_slot_is_not_finite_then_the_row_shows_it_and_others_do_not(
     kernels: ctypes.CDLL, kind: str, broken: float
 ) -> None:
     pool = random(30, 2, 1, 16, 32)
     pool[3, int(kind == "value"), 0, 4] = broken
     tables = torch.arange(1, 29).view(2, 14).int()
-    found = attention.decode_attention(kernels, random(2, 2, 32).abs(), pool, tables, torch.tensor([200, 200]), None)
+    found = decode(kernels, random(2, 2, 32).abs(), pool, tables, torch.tensor([200, 200]))
     assert not torch.isfinite(found[0]).all()
     assert torch.isfinite(found[1]).all()
+    found = prefill(kernels, random(6, 2, 32).abs(), pool, tables, [200, 200], [3, 3])
+    assert not torch.isfinite(found[:3]).all(dim=-1).any()
+    assert torch.isfinite(found[3:]).all()
 
 
 def test_decode_attention_when_heads_are_unusual_then_is_not_offered() -> None:
