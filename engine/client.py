@@ -167,6 +167,7 @@ class EngineClient:
                 await self._hello
                 self._remove_folder()
                 self.ready = await self._started
+                self.stats = self.ready.stats
         except TimeoutError:
             await self._kill()
             message = f"the engine was not ready within {timeout_s:g} s; see its log on stderr"

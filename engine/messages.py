@@ -246,6 +246,7 @@ class EngineReady(msgspec.Struct, omit_defaults=True):
     prefill_cuda_graph_init: str
     torch_version: str
     load_seconds: float
+    stats: EngineStats  # at the start, so that the ledger is known before the first step
     cuda_version: str = ""
 
 

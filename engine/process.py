@@ -222,6 +222,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         prefill_cuda_graph_init=graph_status.value,
         torch_version=str(torch.__version__),
         load_seconds=time.monotonic() - began,
+        stats=core.stats(),
     )
     return core, ready
 

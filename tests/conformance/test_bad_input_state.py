@@ -187,16 +187,18 @@ def staged_prompt() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("what", "cause"),
+    ("what", "cause", "stage"),
     [
-        ("another engine id", 8605),
-        ("another engine at the address", 8605),
-        ("no cache store at the address", 8308),
-        ("nobody at the address", 8302),
-        ("another prompt", 8602),
+        ("another engine id", 8605, "load"),
+        ("another engine at the address", 8605, "load"),
+        ("no cache store at the address", 8308, "load"),
+        ("nobody at the address", 8302, "load"),
+        ("another prompt", 8602, "publish"),  # the prefill server found it, and its stage is kept
     ],
 )
-def test_source_when_it_does_not_hold_the_prompt_then_decode_names_the_cause(live: Live, what: str, cause: int) -> None:
+def test_source_when_it_does_not_hold_the_prompt_then_decode_names_the_cause(
+    live: Live, what: str, cause: int, stage: str
+) -> None:
     prompt = staged_prompt()
     with staged(live) as (key, _), socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
@@ -216,7 +218,7 @@ def test_source_when_it_does_not_hold_the_prompt_then_decode_names_the_cause(liv
     assert (refusal.code, refusal.status) == (8212, grpc.StatusCode.INTERNAL)
     assert refusal.metadata["cause_code"] == str(cause), refusal
     assert refusal.metadata["cause"] == refusals.documented()[cause].name
-    assert refusal.metadata["stage"] == "load"
+    assert refusal.metadata["stage"] == stage
     assert address not in refusal.message
     if what.startswith("another engine"):
         assert refusal.metadata["expected_engine_id"] == engine_id

@@ -57,6 +57,7 @@ def engine_ready() -> EngineReady:
         prefill_cuda_graph_init="not_requested",
         torch_version="2",
         load_seconds=0.0,
+        stats=EngineStats(),
     )
 
 
