@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
@@ -66,6 +67,11 @@ def attention_factor(rope: RopeConfig) -> float:
     return scale_of(1.0)
 
 
+class Angles(Protocol):
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: [tokens] -> cos, sin: float32 [tokens, head_dim / 2], made once per step for all layers."""
+
+
 class Rotary:
     """Turns pairs (i, i + head_dim / 2) of every head by its position's angle, in float32."""
 
@@ -75,7 +81,7 @@ class Rotary:
         self.kernels = library.load()
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [tokens] -> cos, sin: [tokens, head_dim / 2], made once per step for all layers."""
+        """See `Angles`."""
         angle = torch.outer(positions.to(torch.float32), self.frequencies)
         return angle.cos().mul_(self.factor), angle.sin().mul_(self.factor)
 

@@ -6,21 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.layers.linear import Gated, Linear, LinearMaker
-from engine.layers.norm import RmsNorm
+from engine.layers.embedding import Embedding
+from engine.layers.heads import Heads
+from engine.layers.linear import Gated, Linear
+from engine.layers.maker import HostMaker, LayerMaker
+from engine.layers.rotary import Angles
+from engine.layers.stream import Norm
 from engine.loader.checkpoint import WeightSource
+from engine.models.config import ModelConfig
 
 
 class WeightLoader:
     """Builds layers out of a checkpoint's tensors in the compute dtype."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+    def __init__(self, source: WeightSource, dtype: torch.dtype, maker: LayerMaker | None = None) -> None:
+        """maker: decides on which device the weights lie, and in which layers; default: the host's."""
         self.source = source
         self.dtype = dtype
-        self.maker = LinearMaker(dtype)
+        self.maker = maker or HostMaker(dtype)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        out = torch.empty(shape, dtype=self.dtype)
+        out = torch.empty(shape, dtype=self.dtype, device=self.maker.device)
         self.source.read_into(name, out)
         return out
 
@@ -45,15 +51,26 @@ class WeightLoader:
             return self.maker.linear(tied)
         return self.linear(["lm_head"], in_features, [out_features], bias=False)
 
-    def norm(self, name: str, features: int, eps: float) -> RmsNorm:
-        return RmsNorm(self.tensor(f"{name}.weight", features), eps)
+    def norm(self, name: str, features: int, eps: float) -> Norm:
+        return self.maker.norm(self.tensor(f"{name}.weight", features), eps)
+
+    def embedding(self, name: str, vocab: int, hidden: int) -> Embedding:
+        return self.maker.embedding(self.tensor(name, vocab, hidden))
+
+    def rotary(self, config: ModelConfig) -> Angles:
+        return self.maker.rotary(config.rope, config.head_dim)
+
+    def heads(self, config: ModelConfig, rotary: Angles, q_norm: Norm | None, k_norm: Norm | None) -> Heads:
+        """What stands between the product of queries, keys and values and their attention."""
+        return self.maker.heads(config, rotary, q_norm, k_norm)
 
     def _fused(
         self, names: Sequence[str], in_features: int, out_features: Sequence[int], bias: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights and biases of several projections, one below the other."""
-        weight = torch.empty(sum(out_features), in_features, dtype=self.dtype)
-        biases = torch.empty(sum(out_features), dtype=self.dtype) if bias else None
+        device = self.maker.device
+        weight = torch.empty(sum(out_features), in_features, dtype=self.dtype, device=device)
+        biases = torch.empty(sum(out_features), dtype=self.dtype, device=device) if bias else None
         first = 0
         for name, count in zip(names, out_features, strict=True):
             self.source.read_into(f"{name}.weight", weight[first : first + count])

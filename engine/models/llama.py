@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from engine.layers.rotary import Rotary
+from engine.layers.rotary import Angles
+from engine.layers.stream import Norm, ResidualStream
 from engine.loader.fused import WeightLoader
 from engine.models.config import ModelConfig
 from engine.models.step import ForwardStep
@@ -14,13 +14,9 @@ from engine.models.step import ForwardStep
 class LlamaAttention:
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int, rotary: Angles) -> None:
         self.layer = layer
         self.window = config.windows[layer]
-        self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        self.num_rotated = config.num_heads + config.num_kv_heads
-        self.num_all = config.num_heads + 2 * config.num_kv_heads
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = load.linear(
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
@@ -28,22 +24,19 @@ class LlamaAttention:
             [q_size, kv_size, kv_size],
             config.qkv_bias,
         )
+        self.heads = load.heads(config, rotary, *self.head_norms(config, load, prefix))
         self.o = load.linear([f"{prefix}.o_proj"], q_size, [config.hidden_size], config.o_bias)
 
-    def prepare(self, qkv: torch.Tensor) -> None:
-        """What a family does in place to queries and keys before rotation; qkv: [tokens, all heads, dim]."""
+    def head_norms(self, config: ModelConfig, load: WeightLoader, prefix: str) -> tuple[Norm | None, Norm | None]:
+        """Norms of every query head and every key head before they are rotated."""
+        return None, None
 
-    def __call__(self, x: torch.Tensor, rotary: Rotary, step: ForwardStep, residual: torch.Tensor) -> None:
-        qkv = self.qkv(x).view(-1, self.num_all, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        self.prepare(qkv)
-        rotary.apply_(qkv[:, : self.num_rotated], step.cos, step.sin)
-        q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
-        pool = step.pools[self.layer]
-        step.backend.write(step.plan, pool, kv)
+    def __call__(self, stream: ResidualStream, x: torch.Tensor, step: ForwardStep) -> None:
+        q, kv = self.heads(self.qkv(x), self.layer, step)
         if step.on_layer is not None:
             step.on_layer(self.layer)
-        attended = step.backend.attend(step.plan, pool, q, kv, self.window)  # [tokens, heads * head_dim]
-        self.o.add_to(residual, attended)
+        attended = step.backend.attend(step.plan, step.pools[self.layer], q, kv, self.window)
+        stream.add(self.o, attended)  # of [tokens, heads * head_dim]
 
 
 class LlamaMlp:
@@ -54,22 +47,22 @@ class LlamaMlp:
         self.gate_up = load.gated(f"{prefix}.gate_proj", f"{prefix}.up_proj", hidden, inner, config.mlp_bias)
         self.down = load.linear([f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        self.down.add_to(residual, self.gate_up(x))
+    def __call__(self, stream: ResidualStream, x: torch.Tensor) -> None:
+        stream.add(self.down, self.gate_up(x))
 
 
 class LlamaLayer:
     attention_class = LlamaAttention
 
-    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int, rotary: Angles) -> None:
         self.attention_norm = load.norm(f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.attention = self.attention_class(config, load, f"{prefix}.self_attn", layer)
+        self.attention = self.attention_class(config, load, f"{prefix}.self_attn", layer, rotary)
         self.mlp_norm = load.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
         self.mlp = LlamaMlp(config, load, f"{prefix}.mlp")
 
-    def __call__(self, residual: torch.Tensor, rotary: Rotary, step: ForwardStep) -> None:
-        self.attention(self.attention_norm(residual), rotary, step, residual)
-        self.mlp(self.mlp_norm(residual), residual)
+    def __call__(self, stream: ResidualStream, step: ForwardStep) -> None:
+        self.attention(stream, stream.read(self.attention_norm), step)
+        self.mlp(stream, stream.read(self.mlp_norm))
 
 
 class LlamaModel:
@@ -84,22 +77,27 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, load: WeightLoader) -> None:
         self.config = config
-        self.rotary = Rotary(config.rope, config.head_dim)
-        self.embedding = load.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.rotary = load.rotary(config)
+        self.embedding = load.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [
-            self.layer_class(config, load, f"model.layers.{layer}", layer) for layer in range(config.num_layers)
+            self.layer_class(config, load, f"model.layers.{layer}", layer, self.rotary)
+            for layer in range(config.num_layers)
         ]
         self.norm = load.norm("model.norm", config.hidden_size, config.norm_eps)
-        tied = self.embedding if config.tie_embeddings else None
+        tied = self.embedding.table if config.tie_embeddings else None
         self.head = load.head(tied, config.hidden_size, config.vocab_size)
 
-    def forward(self, token_ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """token_ids: [tokens] -> float32 hidden states before the final norm [tokens, hidden]."""
-        residual = F.embedding(token_ids, self.embedding).float()
+    def forward(self, token_ids: torch.Tensor, step: ForwardStep) -> ResidualStream:
+        """token_ids: [tokens] -> the stream [tokens, hidden] before the final norm."""
+        stream = self.embedding(token_ids)
         for layer in self.layers:
-            layer(residual, self.rotary, step)
-        return residual
+            layer(stream, step)
+        return stream
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [n, hidden], rows of `forward`'s result -> float32 logits [n, vocab]."""
+        """hidden: float32 [n, hidden], rows of what `forward` leaves in the stream -> float32 logits [n, vocab]."""
         return self.head.exact(self.norm(hidden))
+
+    def stream_logits(self, stream: ResidualStream) -> torch.Tensor:
+        """float32 logits [n, vocab] of every token of the stream."""
+        return self.head.exact(stream.read(self.norm))

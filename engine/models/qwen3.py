@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-
+from engine.layers.stream import Norm
 from engine.loader.fused import WeightLoader
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaAttention, LlamaLayer, LlamaModel
 
 
 class Qwen3Attention(LlamaAttention):
-    def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int) -> None:
-        super().__init__(config, load, prefix, layer)
-        self.q_norm = load.norm(f"{prefix}.q_norm", config.head_dim, config.norm_eps)
-        self.k_norm = load.norm(f"{prefix}.k_norm", config.head_dim, config.norm_eps)
-
-    def prepare(self, qkv: torch.Tensor) -> None:
-        self.q_norm.apply_(qkv[:, : self.num_heads])
-        self.k_norm.apply_(qkv[:, self.num_heads : self.num_rotated])
+    def head_norms(self, config: ModelConfig, load: WeightLoader, prefix: str) -> tuple[Norm | None, Norm | None]:
+        q_norm, k_norm = (
+            load.norm(f"{prefix}.{name}", config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")
+        )
+        return q_norm, k_norm
 
 
 class Qwen3Layer(LlamaLayer):

@@ -20,4 +20,5 @@ class ForwardStep:
     pools: Sequence[Any]  # per layer: the backend's handle of its KV pool
     cos: torch.Tensor  # [tokens, head_dim / 2]
     sin: torch.Tensor
+    slots: torch.Tensor | None  # int64 [tokens] where a device's kernel stores KV; None: the backend's plan knows
     on_layer: Callable[[int], None] | None  # called when the layer's KV of all tokens is in its pool

@@ -139,9 +139,10 @@ class ModelRunner:
             pools=self._bound,
             cos=cos,
             sin=sin,
+            slots=None,
             on_layer=None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer),
         )
-        return self.model.forward(inputs.token_ids, step)
+        return self.model.forward(inputs.token_ids, step).hidden()
 
     @staticmethod
     def _check_chunks(batch: StepBatch, inputs: StepInputs, hidden: torch.Tensor, results: Sequence[RowResult]) -> None:
