@@ -77,6 +77,26 @@ else:
 interpreted = _installed and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 
+def _let_interpreted_loops_run() -> None:
+    """Scalars as loop bounds under NumPy 2.4 and later, which no longer makes an int of a one-element array.
+
+    Triton 3.6's interpreter relies on that. To be removed with the first Triton whose interpreter does not.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if interpreted:
+    _let_interpreted_loops_run()
+
+
 @overload
 def jit(function: Callable[..., Any], /) -> Any: ...
 @overload

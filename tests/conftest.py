@@ -2,7 +2,7 @@
 
 import os
 
-# Triton reads this when a kernel is decorated, so it cannot wait for the first test that needs it. The device file tells
-# as much as PyTorch would, without importing PyTorch into tests that do without.
+# Triton reads this when a kernel is decorated, so it cannot wait for the first test that needs it. The device file
+# tells as much as PyTorch would, without importing PyTorch into tests that do without.
 if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
