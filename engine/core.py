@@ -126,6 +126,7 @@ class EngineCore:
         """
         scheduler = self.scheduler
         self.time.refresh()
+        self.transfer.hand_over()
         self.transfer.deliver(scheduler)
         scheduler.tick()
         plan = scheduler.form()
@@ -280,6 +281,7 @@ class EngineLoop:
                 self._receive()
                 computed = core.step()
                 self._tell()
+                core.transfer.hand_over()
                 if core.stopping:
                     return
                 if not computed:
