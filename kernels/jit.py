@@ -77,24 +77,36 @@ else:
 interpreted = _installed and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
 
 
-def _let_interpreted_loops_run() -> None:
-    """Scalars as loop bounds under NumPy 2.4 and later, which no longer makes an int of a one-element array.
+def _repair_interpreter() -> None:
+    """Lets Triton 3.6's interpreter compute what the GPU computes. Each half can go with the first Triton that does.
 
-    Triton 3.6's interpreter relies on that. To be removed with the first Triton whose interpreter does not.
+    Loop bounds: it makes an int of a one-element array, which NumPy 2.4 and later refuse.
+    Conversion of float32 to bfloat16: it cuts the number off instead of rounding it to the nearest, ties to even.
     """
+    import numpy as np
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, convert_float = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def patch(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            words = np.ascontiguousarray(data).view(np.uint32)
+            rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
+            return np.where(np.isnan(data), (words >> 16) | 0x40, rounded).astype(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return np.left_shift(data, 16, dtype=np.uint32)
+        return convert_float(data, source, target, rounding_mode)
+
     interpreter._patch_lang_tensor = patch
+    interpreter._convert_float = convert
 
 
 if interpreted:
-    _let_interpreted_loops_run()
+    _repair_interpreter()
 
 
 @overload

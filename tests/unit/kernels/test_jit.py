@@ -51,3 +51,23 @@ def test_available_says_where_kernels_run(device: torch.device) -> None:
     assert not jit.available("meta")
     with pytest.raises(jit.KernelUnavailable, match="meta"):
         jit.require(torch.empty(1, device="meta"))
+
+
+@jit.jit
+def _convert_kernel(source, target, count, BLOCK: jit.tl.constexpr):
+    for first in range(0, count, BLOCK):
+        index = first + jit.tl.arange(0, BLOCK)
+        value = jit.tl.load(source + index, mask=index < count)
+        jit.tl.store(target + index, value, mask=index < count)
+
+
+def test_kernels_round_to_bfloat16_as_pytorch_does(device: torch.device) -> None:
+    bits = torch.randint(-(2**31), 2**31, (2000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    halfway = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00008000, 0x7FC00001, -0x7FFFFF], dtype=torch.int32)
+    numbers = torch.cat((bits, halfway)).view(torch.float32)
+    narrow = torch.empty(numbers.shape, dtype=torch.bfloat16, device=device)
+    wide = torch.empty(numbers.shape, device=device)
+    _convert_kernel[(1,)](numbers.to(device), narrow, numbers.shape[0], BLOCK=64)
+    _convert_kernel[(1,)](narrow, wide, numbers.shape[0], BLOCK=64)
+    torch.testing.assert_close(narrow.cpu(), numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(wide.cpu(), numbers.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
