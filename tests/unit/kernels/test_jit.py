@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import jit
+from kernels.jit import tl
 
 _WITHOUT_TRITON = textwrap.dedent(
     """
@@ -54,11 +55,11 @@ def test_available_says_where_kernels_run(device: torch.device) -> None:
 
 
 @jit.jit
-def _convert_kernel(source, target, count, BLOCK: jit.tl.constexpr):
+def _convert_kernel(source, target, count, BLOCK: tl.constexpr):
     for first in range(0, count, BLOCK):
-        index = first + jit.tl.arange(0, BLOCK)
-        value = jit.tl.load(source + index, mask=index < count)
-        jit.tl.store(target + index, value, mask=index < count)
+        index = first + tl.arange(0, BLOCK)
+        value = tl.load(source + index, mask=index < count)
+        tl.store(target + index, value, mask=index < count)
 
 
 def test_kernels_round_to_bfloat16_as_pytorch_does(device: torch.device) -> None:
