@@ -34,7 +34,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Engine": (
         *("dtype", "load_format", "attention_backend", "tensor_parallel_size", "threads", "max_model_len"),
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager"),
-        *("enable_prefill_cuda_graph", "allow_local_prefill", "engine_start_timeout_secs"),
+        *("enable_prefill_cuda_graph", "prefill_cuda_graph_max_requests", "prefill_cuda_graph_capture_config"),
+        *("prefill_cuda_graph_max_padding_ratio", "prefill_cuda_graph_strict"),
+        *("allow_local_prefill", "engine_start_timeout_secs"),
     ),
     "KV cache": ("kv_cache_dtype", "block_size", "num_kv_blocks", "kv_cache_memory_bytes", "enable_prefix_caching"),
     "KV transfer": (

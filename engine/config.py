@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.graph_settings import PrefillGraphSettings
 from rpc.errors import BatonError, ErrorCode
 
 ROLES = ("prefill", "decode")
@@ -39,7 +40,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     enable_chunked_prefill: bool = True
     allow_local_prefill: bool = True  # a decode server may compute prompts itself
     enable_cuda_graph: bool = False
-    enable_prefill_cuda_graph: bool = False
+    prefill_graph: PrefillGraphSettings = PrefillGraphSettings()
 
     host: str = "127.0.0.1"  # bind address of the cache-store agent
     cache_store_port: int = 0  # 0: any free port
@@ -100,6 +101,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--decode-retry-times", self.decode_retry_times, 0, 10_000)
         _in_range("--decode-retry-timeout-ms", self.decode_retry_timeout_ms, 0, 60_000)
         _in_range("--decode-retry-interval-ms", self.decode_retry_interval_ms, 1, 1000)
+        self.prefill_graph.check()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BatonError(
                 ErrorCode.INVALID_PARAMS,

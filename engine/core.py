@@ -30,13 +30,14 @@ from engine.messages import (
 )
 from engine.requests import StepTime
 from engine.runner.batch import StepBatch, StepResult
-from engine.runner.graph_status import PrefillGraphStatus
 from engine.scheduler.batching import StepPlan
 from engine.scheduler.limits import Limits
 from engine.scheduler.scheduler import Scheduler
 from engine.transfer import AgentTransfer
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
+from rpc.graph_status import PrefillGraphStatus
+from rpc.log_limit import LogLimit
 from rpc.metric_families import Role, families_of
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
@@ -74,25 +75,25 @@ class EngineCore:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        graph_status: PrefillGraphStatus = PrefillGraphStatus.NOT_REQUESTED,
+        kv: KvCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_blocks` are the usable ones, without block 0."""
+        """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before."""
         limits = Limits.of(
             config,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            graph_status=graph_status,
         )
         self.runner = runner
         self.agent = agent
         self.time = StepTime(clock)
-        self.kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
+        self.kv = kv or KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
         self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time)
         self.stopping = False
         self._seq = 0
+        self._graph_log = LogLimit()
         role: Role = "prefill" if config.role == "prefill" else "decode"
         self._families = families_of(role, colocated=True, tensor_parallel=True)
         self._told_at = self.time.now
@@ -152,12 +153,34 @@ class EngineCore:
             if outcome.failure is not None:
                 code = outcome.failure.code.name
                 _log.error("a step failed for %s: %s", row.request_key, outcome.failure, extra={"code": code})
+        if plan.num_decode < len(plan.rows):
+            self._log_graph(plan, result)
         scheduler.book(plan, result)
         news, kind = scheduler.news, plan.kind
         news.sample("baton_engine_step_seconds", ended - began, kind=kind)
         news.sample("baton_engine_batch_requests", len(plan.rows), kind=kind)
         news.sample("baton_engine_batch_tokens", plan.num_tokens, kind=kind)
         return True
+
+    def _log_graph(self, plan: StepPlan, result: StepResult) -> None:
+        """Logs why prompts that this step begins were not replayed, the first time and ever more rarely, by status."""
+        status = result.prefill_status
+        if status in (PrefillGraphStatus.REPLAYED, PrefillGraphStatus.NOT_REQUESTED):
+            return
+        for request in plan.requests[plan.num_decode :]:
+            if request.graph_status.value:
+                continue
+            count = self._graph_log.occurred(status)
+            if count:
+                _log.info(
+                    "a prompt was computed without its prefill graph",
+                    extra={
+                        "reason": status.value,
+                        "detail": result.prefill_detail,
+                        "occurrences": count,
+                        "request_key": request.key,
+                    },
+                )
 
     def _layer_hook(self, plan: StepPlan) -> Callable[[str, int], None] | None:
         """Fault point `engine.layer` and publication, after each layer of a step that computes a prompt."""

@@ -227,6 +227,15 @@ class KvGroupInfo(msgspec.Struct, frozen=True):
     dtype: str  # float32, bfloat16, float16
 
 
+class CapturedGraphs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The CUDA graphs of one role that an engine captured at start-up."""
+
+    kind: str  # a GraphRole
+    count: int
+    capture_seconds: list[float] = []  # of each graph, warm-up and test replay included
+    memory_bytes: int = 0  # of the device, for all of them
+
+
 class EngineReady(msgspec.Struct, omit_defaults=True):
     """The engine can serve."""
 
@@ -248,6 +257,7 @@ class EngineReady(msgspec.Struct, omit_defaults=True):
     load_seconds: float
     stats: EngineStats  # at the start, so that the ledger is known before the first step
     cuda_version: str = ""
+    captured: list[CapturedGraphs] = []
 
 
 class EngineFailed(msgspec.Struct):

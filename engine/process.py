@@ -147,10 +147,11 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     from cache_store.agent import CacheStoreAgent
     from cache_store.torch_pool import TorchKvPool
     from engine.core import EngineCore
+    from engine.kv_cache.cache import KvCache
     from engine.loader.errors import ModelLoadError
     from engine.memory import free_memory_bytes, kv_blocks
-    from engine.runner.graph_status import PrefillGraphStatus, init_status
     from engine.runner.model_runner import ModelRunner
+    from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
     from engine.transfer import agent_identity, agent_settings
 
     began = time.monotonic()
@@ -169,6 +170,9 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         raise BatonError(ErrorCode.INVALID_PARAMS, f"--model {config.model}: {error}") from error
     model = runner.config
     config.check_lengths(model.max_model_len)
+    on_cuda = runner.device.type == "cuda"
+    facts = gate_facts(config, runner, cuda_graphs=config.enable_cuda_graph and on_cuda)
+    prefill_graphs = PrefillGraphStart(config, facts, runner)
     num_blocks = kv_blocks(
         config,
         bytes_per_block=runner.kv_bytes_per_block(),
@@ -176,24 +180,15 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         free_bytes=free_memory_bytes(),
     )
     try:
-        runner.init_kv(num_blocks + 1)  # and block 0
+        runner.init_kv(1 + num_blocks + max(prefill_graphs.spare.values(), default=0))  # block 0, and graph scratch
     except RuntimeError as error:  # torch's way to say that the allocation failed
         raise BatonError(
             ErrorCode.INVALID_PARAMS,
             f"{num_blocks} KV blocks of {runner.kv_bytes_per_block()} bytes cannot be allocated; "
             "lower --num-kv-blocks or --kv-cache-memory-bytes",
         ) from error
-    graph_status = init_status(
-        requested=config.enable_prefill_cuda_graph,
-        prefills=config.role == "prefill" or config.allow_local_prefill,
-        cuda_graphs=config.enable_cuda_graph and runner.device.type == "cuda",
-        backend_captures=False,
-    )
-    if config.enable_prefill_cuda_graph and graph_status is not PrefillGraphStatus.CAPTURED:
-        _log.warning(
-            "--enable-prefill-cuda-graph has no effect here: it needs CUDA graphs and a backend that can be captured",
-            extra={"reason": graph_status.value},
-        )
+    kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching, prefill_graphs.spare)
+    prefill_graphs.finish(kv)
     engine_id = secrets.token_hex(16)
     identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
     pool = TorchKvPool(identity.groups, runner.kv_layers)
@@ -207,7 +202,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
-        graph_status=graph_status,
+        kv=kv,
     )
     ready = EngineReady(
         engine_id=engine_id,
@@ -223,9 +218,10 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         cache_store_address=address,
         transports=["grpc"],
         attention_backend=runner.attention_backend,
-        prefill_cuda_graph_init=graph_status.value,
+        prefill_cuda_graph_init=prefill_graphs.status.value,
         torch_version=str(torch.__version__),
         load_seconds=time.monotonic() - began,
+        captured=prefill_graphs.captured,
         stats=core.stats(),
     )
     return core, ready

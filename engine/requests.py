@@ -21,6 +21,7 @@ from engine.messages import (
 from engine.runner.batch import BatchRow
 from engine.sampling.row import SamplingRow
 from rpc.errors import BatonError
+from rpc.graph_status import StickyStatus
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StageClock
 
 # Without `admit`, which is the front's; a prefill's `publish` and `held` come after its answer, from the cache store.
@@ -159,7 +160,7 @@ class Request:
         self.preemptions = 0
         self.error: BatonError | None = None
 
-        self.graph_status = ""
+        self.graph_status = StickyStatus()  # of the prefill graph, decided by the first step that computes the prompt
         self.prompt_logprobs: list[PromptLogprob] | None = None
         self.events: list[TimelineEvent] = []
         self.clocks = [StageClock(COMPUTE_STAGES if self.compute_here else LOAD_STAGES, time)]

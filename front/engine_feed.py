@@ -59,6 +59,13 @@ class EngineFeed:
         )
         if "baton_prefill_cuda_graph_init" in metrics.families and ready.prefill_cuda_graph_init:
             metrics.set("baton_prefill_cuda_graph_init", 1, status=ready.prefill_cuda_graph_init)
+        for graphs in ready.captured:
+            metrics.set("baton_cuda_graphs_captured", graphs.count, kind=graphs.kind)
+            for seconds in graphs.capture_seconds:
+                metrics.observe("baton_cuda_graph_capture_seconds", seconds, kind=graphs.kind)
+        if ready.captured:
+            memory_bytes = sum(graphs.memory_bytes for graphs in ready.captured)
+            metrics.set("baton_cuda_graph_memory_bytes", memory_bytes, rank=self._rank)
 
     def died(self) -> None:
         self._metrics.set("baton_engine_up", 0, rank=self._rank)

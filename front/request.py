@@ -14,6 +14,7 @@ from enum import StrEnum
 from engine.messages import FinishReason, RequestOutput, RunMode, StagedEnd, TimelineEvent
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
+from rpc.graph_status import StickyStatus, status_from_wire
 from rpc.stages import FINISH, StageClock
 
 
@@ -98,7 +99,7 @@ class Request:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.cached_tokens: int | None = None
-        self.graph_status = ""
+        self.graph_status = StickyStatus()
         self.finish_reason: FinishReason | None = None
         self.events: list[TimelineEvent] = []
         self.all_stages: dict[str, float] = {}
@@ -125,7 +126,7 @@ class Request:
         """Books what an engine step brought: progress, and with the last output stages and events."""
         if output.prefill is not None:
             self.cached_tokens = output.prefill.cached_tokens
-            self.graph_status = output.prefill.cuda_graph_status
+            self.graph_status.decide(status_from_wire(output.prefill.cuda_graph_status))
         if output.tokens:
             self.generated_tokens += len(output.tokens)
             self.enter(RequestState.GENERATE)
@@ -192,6 +193,7 @@ class Request:
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
             "cached_tokens": self.cached_tokens,
+            "prefill_cuda_graph_status": self.graph_status.value or None,
             "arrival_ns": self.arrival_ns,
             "stages": {name: round(seconds, 6) for name, seconds in self.stages().items()},
             "events": [{"name": event.name, "at_ns": event.at_ns} for event in self.events],

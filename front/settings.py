@@ -4,19 +4,59 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from engine.capture_config import parse_sizes
 from engine.config import EngineConfig
+from engine.graph_settings import (
+    BUCKETS_FLAG,
+    DEFAULT_BUCKETS,
+    DEFAULT_MAX_PADDING_RATIO,
+    DEFAULT_MAX_REQUESTS,
+    MOST_BUCKETS,
+    MOST_REQUESTS,
+    PrefillGraphSettings,
+)
 from rpc.server_settings import ServerSettings
+from rpc.settings import Flag
+
+
+def _prefill_buckets(value: Any) -> list[int]:
+    return parse_sizes(value, flag=BUCKETS_FLAG, most=MOST_BUCKETS)
 
 
 class FrontSettings(ServerSettings):
-    """Flags of both kinds of servers that concern their front alone."""
+    """Flags of both kinds of servers that concern their front, or whose values the engine's own code reads."""
 
     engine_start_timeout_secs: float = Field(
         1800.0, gt=0, le=86400, description="longest time for the engine to load the model"
+    )
+    enable_prefill_cuda_graph: bool = Field(
+        False,
+        description="replay a captured graph for batches of short prompts; needs --enable-cuda-graph, without which "
+        "it has no effect",
+    )
+    prefill_cuda_graph_max_requests: int = Field(
+        DEFAULT_MAX_REQUESTS, ge=1, le=MOST_REQUESTS, description="prompts that one replay computes at the most"
+    )
+    prefill_cuda_graph_capture_config: Annotated[
+        list[int], Flag(split=False, metavar="SIZES"), BeforeValidator(_prefill_buckets)
+    ] = Field(
+        list(DEFAULT_BUCKETS),
+        description=f"tokens of the prefill graphs, at most {MOST_BUCKETS} sizes: a list 1,2,64, a range max:step, "
+        "or a file with one size a line",
+    )
+    prefill_cuda_graph_max_padding_ratio: float = Field(
+        DEFAULT_MAX_PADDING_RATIO,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="share of padding in a prefill graph above which the batch runs without one; 1.0 allows any",
+    )
+    prefill_cuda_graph_strict: bool = Field(
+        False, description="do not start when the prefill graphs that were asked for cannot be captured"
     )
 
     @model_validator(mode="after")
@@ -105,7 +145,13 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         enable_chunked_prefill=settings.enable_chunked_prefill,
         allow_local_prefill=allow_local_prefill,
         enable_cuda_graph=not settings.enforce_eager,
-        enable_prefill_cuda_graph=settings.enable_prefill_cuda_graph,
+        prefill_graph=PrefillGraphSettings(
+            enabled=settings.enable_prefill_cuda_graph,
+            max_requests=settings.prefill_cuda_graph_max_requests,
+            buckets=tuple(settings.prefill_cuda_graph_capture_config),
+            max_padding_ratio=settings.prefill_cuda_graph_max_padding_ratio,
+            strict=settings.prefill_cuda_graph_strict,
+        ),
         host=settings.host,
         cache_store_port=settings.cache_store_port,
         kv_lease_seconds=settings.kv_lease_seconds,

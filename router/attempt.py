@@ -42,6 +42,7 @@ from router.requests import FinishReason, PrefillSummary, RouterRequest, Token, 
 from router.worker import Worker
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
+from rpc.graph_status import status_from_wire
 from rpc.metrics import Registry as Metrics
 
 _log = logging.getLogger(__name__)
@@ -458,7 +459,7 @@ class Attempt:
         summary = PrefillSummary(
             # After a fail-over tokens of the answer are part of what is computed, and may be cached as well.
             cached_tokens=min(result.cached_tokens, len(self._request.prompt_token_ids)),
-            prefill_cuda_graph_status=result.prefill_cuda_graph_status or "not_requested",
+            prefill_cuda_graph_status=status_from_wire(result.prefill_cuda_graph_status),
             path=self.choice.path,
             prompt_logprobs=to_prompt_logprobs(result.prompt_logprobs),
         )

@@ -174,9 +174,8 @@ class _Generation:
         self._usage = Usage.of(request)
         self._begun: set[int] = set()
         self._open = request.sequences
-        self._sent_info = False
-        # What the first choice had to say, for the whole request.
-        self._prefill: PrefillSummary | None = None
+        # What each choice had to say of its prompt, and the first one of its end.
+        self._prefills: dict[int, PrefillSummary] = {}
         self._finish: FinishEvent | None = None
 
     def take(self, event: TextEvent, streamed: bool) -> Iterable[generation_pb2.GenerateResponse]:
@@ -184,8 +183,7 @@ class _Generation:
         self._usage.add(event, self._request)
         if event.prefill is not None:
             self._owner.cached_tokens = self._usage.cached_tokens or 0
-            if event.choice == 0:
-                self._prefill = event.prefill
+            self._prefills.setdefault(event.choice, event.prefill)
         if event.finish is not None and event.choice == 0:
             self._finish = event.finish
         if event.finish_reason is not None:
@@ -200,9 +198,7 @@ class _Generation:
             self._add_prompt_logprobs(message, event.prefill)
         if event.finish_reason is not None:
             self._add_end(message, event.finish_reason, event.stop_reason, event.finish)
-        if not self._sent_info or not self._open:
-            self._sent_info = True
-            self._add_info(message, last=not self._open)
+        self._add_info(message, self._prefills.get(event.choice), last=not self._open)
         return (message,)
 
     def rest(self, streamed: bool) -> Iterable[generation_pb2.GenerateResponse]:
@@ -215,8 +211,7 @@ class _Generation:
             self._add_prompt_logprobs(message, choice.prefill)
             assert choice.finish_reason is not None
             self._add_end(message, choice.finish_reason, choice.stop_reason, choice.finish)
-            if number in (1, len(choices)):
-                self._add_info(message, last=number == len(choices))
+            self._add_info(message, choice.prefill, last=number == len(choices))
             yield message
 
     def _message(self, index: int, text: str, tokens: Iterable[Token]) -> generation_pb2.GenerateResponse:
@@ -247,8 +242,10 @@ class _Generation:
         elif reason == "stop" and finish is not None and finish.stop_token_id is not None:
             message.stop_token_id = finish.stop_token_id
 
-    def _add_info(self, message: generation_pb2.GenerateResponse, *, last: bool) -> None:
-        info, prefill, finish = message.baton, self._prefill, self._finish
+    def _add_info(
+        self, message: generation_pb2.GenerateResponse, prefill: PrefillSummary | None, *, last: bool
+    ) -> None:
+        info, finish = message.baton, self._finish
         if prefill is not None:
             info.prefill_cuda_graph_status = prefill.prefill_cuda_graph_status
             info.path = prefill.path

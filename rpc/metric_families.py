@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from rpc.errors import ErrorCode
+from rpc.graph_status import INIT_STATUSES, REQUEST_STATUSES, GraphRole
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, ROUTER_LEG_STAGES, ROUTER_STAGES
 
 Role = Literal["router", "prefill", "decode"]
@@ -227,9 +228,9 @@ ENGINE_FAMILIES = (
     _f("prefix_cache_evicted_blocks_total", "c", _SERVERS, "reason", "Blocks that left the prefix cache"),
     _f("prefill_cuda_graph_requests_total", "c", _SERVERS, "status",
        "Requests by prefill graph status: replayed, or the one refusal that made the prefill eager",
-       conditions=_COLOCATED),
+       conditions=_COLOCATED, status=" ".join(REQUEST_STATUSES)),
     _f("prefill_cuda_graph_init", "g", _SERVERS, "status",
-       "1; prefill graph status at start-up", conditions=_COLOCATED),
+       "1; prefill graph status at start-up", conditions=_COLOCATED, status=" ".join(INIT_STATUSES)),
     _f("prefill_cuda_graph_replays_total", "c", _SERVERS, "bucket",
        "Prefill graph replays", conditions=_COLOCATED),
     _f("prefill_cuda_graph_tokens_total", "c", _SERVERS, "kind", "Tokens of prefill graph replays",
@@ -238,9 +239,10 @@ ENGINE_FAMILIES = (
        "Decode steps by graph status: replayed, or the one refusal that made the step eager"),
     _f("decode_cuda_graph_padded_rows_total", "c", (D,), "", "Rows added to fill a decode graph's bucket"),
     _f("decode_cuda_graph_padded_tokens_total", "c", (D,), "", "Padded rows times tokens per row"),
-    _f("cuda_graph_capture_seconds", "hS", _SERVERS, "kind", "Time to capture a graph"),
+    _f("cuda_graph_capture_seconds", "hS", _SERVERS, "kind",
+       "Time to capture a graph, warm-up and test replay included", kind=" ".join(GraphRole)),
     _f("cuda_graph_memory_bytes", "g", _SERVERS, "rank", "Device memory of the captured graphs"),
-    _f("cuda_graphs_captured", "g", _SERVERS, "kind", "Captured graphs"),
+    _f("cuda_graphs_captured", "g", _SERVERS, "kind", "Captured graphs", kind=" ".join(GraphRole)),
     _f("spec_rounds_total", "c", (D,), "model_name method", "Speculative rounds"),
     _f("spec_proposed_tokens_total", "c", (D,), "model_name method", "Draft tokens proposed"),
     _f("spec_accepted_tokens_total", "c", (D,), "model_name method", "Draft tokens accepted"),

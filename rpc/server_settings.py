@@ -110,9 +110,6 @@ class ServerSettings(CommonSettings):
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of an engine; default: all cores")
     enforce_eager: Annotated[bool, Flag(("--disable-cuda-graph",))] = Field(False, description="no CUDA graphs")
-    enable_prefill_cuda_graph: bool = Field(
-        False, description="replay a captured graph for short prompts; needs CUDA graphs, without them it has no effect"
-    )
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests in the running batch at the most")
     max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens of an engine step at the most")

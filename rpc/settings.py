@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import types
 import typing
@@ -157,7 +158,7 @@ class Settings(BaseSettings):
         try:
             return cls(**values)
         except ValidationError as error:
-            raise SettingsError(_explain(error, options, values, origins)) from None
+            raise SettingsError(_explain(error, options, values, origins)) from _cause(error)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -342,7 +343,7 @@ def _from_yaml(options: Sequence[_Option], path: str) -> tuple[dict[str, Any], d
     import yaml  # only when a file is given: it costs start-up time
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _yaml_loader())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise SettingsError(f"--config {path!r}: cannot be read ({reason})") from None
@@ -369,6 +370,34 @@ def _from_yaml(options: Sequence[_Option], path: str) -> tuple[dict[str, Any], d
         values[found.field] = value
         origins[found.field] = origin
     return values, origins
+
+
+def _yaml_loader() -> Any:
+    """The safe loader without YAML 1.1's numbers in base 60: `1600:100` is a text, and not 96100."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    kinds = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    integer = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
+    real = re.compile(
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))"
+        r"|\.(?:nan|NaN|NAN)"
+    )
+    Loader.yaml_implicit_resolvers = {
+        first: [resolver for resolver in resolvers if resolver[0] not in kinds]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for kind, pattern in zip(kinds, (integer, real), strict=True):
+        Loader.add_implicit_resolver(kind, re.compile(f"^(?:{pattern.pattern})$"), list("-+.0123456789"))
+    return Loader
+
+
+def _cause(error: ValidationError) -> BaseException | None:
+    """The exception that a field's own check raised for the first mistake."""
+    found = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+    return found if isinstance(found, BaseException) else None
 
 
 def _explain(

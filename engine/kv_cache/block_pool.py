@@ -6,7 +6,8 @@ The ledger: every block is in exactly one state, so at any time
 
 A block with several holders is in the state of the strongest: quarantined, receiving, running, staged. A
 block without a holder is cached when the prefix index knows it, else free; a free block has no hash. Block 0
-stands outside: it is never given out, so that padding and empty table entries can point at it.
+stands outside: it is never given out, so that padding and empty table entries can point at it. Scratch blocks of
+captured graphs stand outside as well.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ _FREE = 5
 
 
 class BlockPool:
-    """Blocks 1 … num_blocks of one cache group. Not thread-safe."""
+    """Blocks 1 … num_blocks of one cache group. Not thread-safe.
 
-    def __init__(self, group: str, num_blocks: int) -> None:
+    Behind them lie `spare` blocks, num_blocks + 1 and up, which belong to no request and stand outside the ledger's
+    total. They can only be reserved.
+    """
+
+    def __init__(self, group: str, num_blocks: int, spare: int = 0) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        self._spare = list(range(num_blocks + spare, num_blocks, -1))  # a stack; low ids first
+        self._reserved: set[int] = set()
         self.group = group
         self.total = num_blocks
         self.index = PrefixIndex(num_blocks)
@@ -104,10 +111,27 @@ class BlockPool:
         evicted, self.evicted = self.evicted, []
         return evicted
 
+    def reserve(self, count: int) -> list[int]:
+        """`count` spare blocks, for as long as the caller wants. Raises ValueError, and nothing changed, if there are
+        too few. Neither the ledger's total nor the prefix cache is concerned."""
+        if count > len(self._spare):
+            raise ValueError(f"group {self.group} has {len(self._spare)} spare blocks, {count} were to be reserved")
+        blocks = [self._spare.pop() for _ in range(count)]
+        self._reserved.update(blocks)
+        return blocks
+
+    def unreserve(self, blocks: Sequence[int]) -> None:
+        """Gives reserved blocks back. Raises ValueError, and nothing changed, for one that is not reserved."""
+        wrong = [block for block in blocks if block not in self._reserved]
+        if wrong or len(set(blocks)) != len(blocks):
+            raise ValueError(f"blocks {wrong or blocks} of group {self.group} are not reserved, or named twice")
+        self._reserved.difference_update(blocks)
+        self._spare.extend(reversed(blocks))
+
     def holders(self, block: int) -> int:
         return sum(holders[block] for holders in self._holders)
 
-    def ledger(self, reserved: int = 1) -> Ledger:
+    def ledger(self) -> Ledger:
         counts = self._counts
         return Ledger(
             group=self.group,
@@ -118,7 +142,7 @@ class BlockPool:
             receiving=counts[Hold.RECEIVING],
             quarantined=counts[Hold.QUARANTINED],
             cached=counts[_CACHED],
-            reserved=reserved,
+            reserved=1 + len(self._reserved),
         )
 
     # -- internals ------------------------------------------------------------------------------------------

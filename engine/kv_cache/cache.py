@@ -7,7 +7,7 @@ block_size). Only blocks whose KV is proven complete enter the prefix cache, by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import BlockPool, Hold
@@ -55,14 +55,24 @@ def blocks_for(tokens: int, block_size: int) -> int:
 class KvCache:
     """Block pools and prefix cache of all cache groups of a rank. Not thread-safe, no locks needed."""
 
-    def __init__(self, groups: Sequence[KvGroupInfo], num_blocks: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KvGroupInfo],
+        num_blocks: int,
+        prefix_caching: bool = True,
+        spare: Mapping[str, int] | None = None,
+    ) -> None:
+        """`spare` blocks by tag lie behind the `num_blocks` usable ones and can only be reserved."""
         if not groups or len({group.tag for group in groups}) != len(groups):
             raise ValueError(f"cache groups need distinct tags: {[group.tag for group in groups]}")
         self.prefix_caching = prefix_caching
         self.num_blocks = num_blocks
         self.evicted_blocks = 0  # by allocation, since the last look
         self.flushed_blocks = 0
-        self._groups = {group.tag: _Group(group, BlockPool(group.tag, num_blocks)) for group in groups}
+        spare = spare or {}
+        self._groups = {
+            group.tag: _Group(group, BlockPool(group.tag, num_blocks, spare.get(group.tag, 0))) for group in groups
+        }
         self._list = list(self._groups.values())
         self._step = math.lcm(*(group.block_size for group in groups))  # hits end at a block of every group
         self._generation = 0
@@ -200,6 +210,15 @@ class KvCache:
         self.flushed_blocks += count
         return count
 
+    def reserve(self, tag: str, count: int) -> list[int]:
+        """`count` spare blocks of the group `tag`, outside of what requests can get, without a trace in the prefix
+        cache or its metrics. Raises ValueError for an unknown tag or too few spare blocks."""
+        return self._group_of(tag).pool.reserve(count)
+
+    def unreserve(self, tag: str, blocks: Sequence[int]) -> None:
+        """Gives back what `reserve` gave. Raises ValueError for anything else."""
+        self._group_of(tag).pool.unreserve(blocks)
+
     def ledgers(self) -> list[Ledger]:
         return [group.pool.ledger() for group in self._list]
 
@@ -210,6 +229,12 @@ class KvCache:
         return events
 
     # -- internals ------------------------------------------------------------------------------------------
+
+    def _group_of(self, tag: str) -> _Group:
+        group = self._groups.get(tag)
+        if group is None:
+            raise ValueError(f"no cache group {tag!r}; there are: {', '.join(sorted(self._groups))}")
+        return group
 
     def _match(self, tokens: Sequence[int], max_hit: int, chains: Chains) -> int:
         """Leading tokens, a multiple of every group's block size, that are cached in all groups."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.messages import PromptLogprob, TokenLogprob
 from rpc.errors import BatonError
+from rpc.graph_status import PrefillGraphStatus
 
 if TYPE_CHECKING:
     from engine.sampling.row import SamplingRow
@@ -26,6 +27,8 @@ class BatchRow:
     prompt_logprobs_from: int = -1  # >= 0: log-probabilities of the prompt from that position on are wanted
     prompt_next_ids: Sequence[int] = ()  # prompt token after each computed position; may lack the last one
     num_prompt_logprobs: int = 0  # most likely alternatives to report with each
+    multimodal: bool = False  # brings features that lie at no fixed address
+    position_ids: Sequence[int] = ()  # axis by axis, of each token; for models that do not count positions themselves
 
 
 @dataclass(slots=True)
@@ -42,8 +45,19 @@ class RowResult:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillReplay:
+    """One replay of a prefill graph."""
+
+    bucket: int  # tokens that the graph computes
+    tokens: int  # of which are real
+
+
 @dataclass(slots=True)
 class StepResult:
     rows: list[RowResult]  # one per row of the batch
     forward_seconds: float  # until the logits were there
     sample_seconds: float
+    prefill_status: PrefillGraphStatus = PrefillGraphStatus.NOT_REQUESTED  # of the prompts that this step computed
+    prefill_detail: str = ""  # more about a status that is not `replayed`
+    replay: PrefillReplay | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,10 @@ from engine.sampling import prompt_logprobs, sample
 from kernels.cpu import library
 from kernels.cpu.memory import huge_zeros
 from rpc.errors import BatonError, ErrorCode
+from rpc.graph_status import PrefillGraphStatus
+
+if TYPE_CHECKING:
+    from engine.runner.prefill_graph.runner import PrefillGraphRunner
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
 _PROMPT_LOGPROB_ROWS = 64  # logits made at a time for prompt log-probabilities, to bound their memory
@@ -66,6 +70,9 @@ class ModelRunner:
         self.kv_layers: dict[str, list[torch.Tensor]] = {FULL_GROUP: []}
         self._bound: list[Any] = []  # the backend's handles of kv_layers
         self.num_blocks = 0
+        self.prefill_graphs: PrefillGraphRunner | None = None
+        self.prefill_init = PrefillGraphStatus.NOT_REQUESTED  # status of every prompt while there are no graphs
+        self.prefill_detail = ""
 
     @property
     def attention_backend(self) -> str:
@@ -125,7 +132,13 @@ class ModelRunner:
             if row.prompt_logprobs_from >= 0 and result.failure is None:
                 own = hidden[first : first + len(row.token_ids)]
                 result.prompt_logprobs = self._prompt_logprobs(row, own)
-        return StepResult(results, forwarded - begin, time.perf_counter() - forwarded)
+        return StepResult(
+            results,
+            forwarded - begin,
+            time.perf_counter() - forwarded,
+            prefill_status=self.prefill_init,
+            prefill_detail=self.prefill_detail,
+        )
 
     def forward(
         self, batch: StepBatch, inputs: StepInputs, on_layer: Callable[[str, int], None] | None = None

@@ -13,7 +13,6 @@ from engine.kv_cache.cache import KvCache
 from engine.messages import RunMode
 from engine.requests import Request, RequestState
 from engine.runner.batch import BatchRow, StepBatch
-from engine.runner.graph_status import request_status
 from engine.scheduler.limits import Limits
 from engine.scheduler.news import News
 from engine.scheduler.queue import RequestQueue
@@ -179,9 +178,6 @@ class Batcher:
             row.prompt_next_ids = request.prompt[start + 1 : end + 1]
             row.num_prompt_logprobs = request.params.prompt_logprobs
             row.prompt_logprobs_from = start + 1 if row.prompt_next_ids else -1
-        if not request.graph_status:
-            request.graph_status = request_status(limits.graph_status).value
-            self.news.count("baton_prefill_cuda_graph_requests_total", status=request.graph_status)
         plan.requests.append(request)
         plan.rows.append(row)
         plan.num_tokens += count

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.messages import AddRequest, RunMode
-from engine.runner.graph_status import PrefillGraphStatus
 from rpc.errors import BatonError, ErrorCode
 
 
@@ -27,7 +26,6 @@ class Limits:
     reserve_attempts: int = 100  # after the first one
     reserve_timeout_s: float = 0.1
     reserve_interval_s: float = 0.001
-    graph_status: PrefillGraphStatus = PrefillGraphStatus.NOT_REQUESTED
     model_name: str = ""
 
     @classmethod
@@ -38,7 +36,6 @@ class Limits:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        graph_status: PrefillGraphStatus = PrefillGraphStatus.NOT_REQUESTED,
     ) -> Limits:
         return cls(
             block_size=config.block_size,
@@ -54,7 +51,6 @@ class Limits:
             reserve_attempts=config.decode_retry_times,
             reserve_timeout_s=config.decode_retry_timeout_ms / 1000,
             reserve_interval_s=config.decode_retry_interval_ms / 1000,
-            graph_status=graph_status,
             model_name=config.model_name,
         )
 

@@ -32,6 +32,7 @@ from engine.scheduler.limits import Limits, check_request
 from engine.scheduler.load_policy import AfterFailure, after_failed_load
 from engine.scheduler.news import News, engine_error
 from rpc.errors import BatonError, ErrorCode
+from rpc.graph_status import PrefillGraphStatus
 from rpc.status import load_failed
 
 
@@ -206,6 +207,7 @@ class Scheduler:
     def book(self, plan: StepPlan, result: StepResult) -> None:
         """The step has been executed: its KV is complete, its tokens are final. A row that failed ends its request."""
         ended = self.time.now
+        self._book_graph(plan, result)
         for request, row, outcome in zip(plan.requests, plan.rows, result.rows, strict=True):
             if outcome.failure is not None:
                 # Before anything of it is booked: what was computed must not enter the prefix cache.
@@ -231,6 +233,24 @@ class Scheduler:
             request.clock.finish_stage()
             self._first_token(request, outcome.token_id, outcome.logprob, outcome.top_logprobs)
 
+    def _book_graph(self, plan: StepPlan, result: StepResult) -> None:
+        """Tells every prompt of the step how it was computed. The first step of a prompt decides for good: what
+        becomes of a later chunk, or of a prompt that is computed again, is an event alone."""
+        status = result.prefill_status.value
+        tell = result.prefill_status is not PrefillGraphStatus.NOT_REQUESTED
+        for request, row in zip(plan.requests[plan.num_decode :], plan.rows[plan.num_decode :], strict=True):
+            assert request.allocation is not None
+            if tell and row.start == request.allocation.cached_tokens:
+                request.event(f"prefill_cuda_graph:{status}")
+            if request.graph_status.decide(status):
+                self.news.count("baton_prefill_cuda_graph_requests_total", status=status)
+        if result.replay is not None:
+            bucket, tokens = result.replay.bucket, result.replay.tokens
+            self.news.count("baton_prefill_cuda_graph_replays_total", bucket=str(bucket))
+            self.news.count("baton_prefill_cuda_graph_tokens_total", tokens, kind="real")
+            if bucket > tokens:
+                self.news.count("baton_prefill_cuda_graph_tokens_total", bucket - tokens, kind="padding")
+
     def fail_step(self, plan: StepPlan, error: BatonError) -> None:
         """The step could not be executed: every request of it ends."""
         for request in plan.requests:
@@ -249,7 +269,7 @@ class Scheduler:
         prefill = request.mode is RunMode.PREFILL
         info = PrefillInfo(
             cached_tokens=min(request.allocation.cached_tokens, len(request.prompt)),
-            cuda_graph_status=request.graph_status,
+            cuda_graph_status=request.graph_status.value,
             kv_generation=request.allocation.generation if prefill else 0,
         )
         prompt_logprobs = request.prompt_logprobs
@@ -329,7 +349,7 @@ class Scheduler:
         self.kv.commit(allocation, request.tokens, request.computed)
         request.clock.next_stage()  # wait_to_run
         request.generating = True
-        request.graph_status = answer.info.cuda_graph_status  # the prefill server's, which stays
+        request.graph_status.decide(answer.info.cuda_graph_status)  # the prefill server's, which stays
         request.state = RequestState.READY
         self.batcher.ready.add(request)
         self._limit_wait(request)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.core import EngineUnusable
+from engine.graph_settings import PrefillGraphSettings
 from engine.messages import EngineEnvelope, FinishReason, FrontMessage, RunMode
 from engine.runner.batch import RowResult, StepResult
 from rpc import faults
@@ -394,7 +395,7 @@ def test_handover_when_the_prompt_comes_out_not_finite_then_it_fails_and_no_late
 
 
 def test_graph_status_when_the_feature_is_on_without_graphs_then_every_answer_says_that_it_is_disabled():
-    with pair(prefill={"enable_prefill_cuda_graph": True}) as (p, d):
+    with pair(prefill={"prefill_graph": PrefillGraphSettings(enabled=True)}) as (p, d):
         assert p.ready.prefill_cuda_graph_init == "feature_disabled"
         assert d.ready.prefill_cuda_graph_init == "not_requested"
         serve(p, d, "a#0.00000000", PROMPT, max_tokens=3)

@@ -1,6 +1,5 @@
 """What an engine process decides before it serves: its configuration, its memory, its graph status."""
 
-import json
 import subprocess
 import sys
 
@@ -8,8 +7,8 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
+from engine.graph_settings import PrefillGraphSettings
 from engine.memory import DEFAULT_BYTES, free_memory_bytes, kv_blocks
-from engine.runner.graph_status import PrefillGraphStatus, init_status, request_status
 from engine.scheduler.limits import Limits
 from rpc.errors import BatonError, ErrorCode
 
@@ -24,11 +23,12 @@ def test_configuration_when_it_crosses_to_the_engine_then_every_field_arrives():
     values = {}
     for index, field in enumerate(msgspec.structs.fields(EngineConfig)):
         kind = {str: f"text{index}", int: 1000 + index, float: 0.375 + index, bool: True}
+        kind[PrefillGraphSettings] = PrefillGraphSettings(enabled=True, buckets=(3, 7), max_padding_ratio=0.375)
         default = field.default
         values[field.name] = (not default) if isinstance(default, bool) else kind[field.type]
     sent = EngineConfig(**values)
     assert EngineConfig.from_json(sent.to_json()) == sent
-    assert len({json.dumps(value) for value in values.values() if not isinstance(value, bool)}) > 20
+    assert len({repr(value) for value in values.values() if not isinstance(value, bool)}) > 20
 
 
 def test_configuration_when_a_field_is_missing_then_it_has_its_default():
@@ -109,33 +109,6 @@ def test_free_memory_when_the_host_is_asked_then_it_is_plausible(tmp_path):
     assert free_memory_bytes() > 1 << 20
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:       5 kB\n")
     assert free_memory_bytes(tmp_path / "meminfo") == 5120
-
-
-# -- prefill graph ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("requested", "prefills", "cuda_graphs", "backend", "expected"),
-    [
-        (False, True, False, False, "not_requested"),
-        (False, True, True, True, "not_requested"),
-        (True, False, True, True, "not_requested"),
-        (True, True, False, False, "feature_disabled"),
-        (True, True, True, False, "unsupported_backend"),
-        (True, True, True, True, "capture_unavailable"),
-    ],
-)
-def test_graph_status_when_the_engine_starts_then_the_first_failing_test_decides(
-    requested, prefills, cuda_graphs, backend, expected
-):
-    status = init_status(requested=requested, prefills=prefills, cuda_graphs=cuda_graphs, backend_captures=backend)
-    assert status == expected
-    assert request_status(status) is status
-
-
-def test_graph_status_when_graphs_are_captured_then_the_engines_status_is_not_the_requests():
-    with pytest.raises(ValueError, match="batches"):
-        request_status(PrefillGraphStatus.CAPTURED)
 
 
 # -- limits -----------------------------------------------------------------------------------------------------

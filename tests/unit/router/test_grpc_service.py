@@ -85,7 +85,8 @@ async def test_generate_when_streamed_then_tokens_text_and_the_last_messages_fac
         assert {m.request_id for m in messages} == {"r1"}
         first, last = messages[0], messages[-1]
         assert len(messages) > 2
-        assert first.baton.path == "pd"
+        assert {(m.baton.path, m.baton.prefill_cuda_graph_status) for m in messages} == {("pd", "not_requested")}
+        assert not first.baton.timeline
         assert [m.finish_reason for m in messages[:-1]] == [0] * (len(messages) - 1)
         assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
         assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (4, 6, 2)
@@ -117,6 +118,7 @@ async def test_generate_when_there_are_choices_then_each_has_its_end_and_the_req
         usages = [m.usage for m in messages if m.HasField("usage")]
         assert [(u.prompt_tokens, u.completion_tokens) for u in usages] == [(4, 18)]
         assert messages[-1].HasField("usage")
+        assert {m.baton.prefill_cuda_graph_status for m in messages} == {"not_requested"}
         seeds = {seen.sampling.seed for server in api.cluster.servers for seen in server.seen}
         assert len(seeds) == 3
 

@@ -25,14 +25,9 @@ WAITING = {
         "async_decode_pending",
     ),
     "CUDA graphs": (
-        "prefill_cuda_graph_replays_total",
-        "prefill_cuda_graph_tokens_total",
         "decode_cuda_graph_steps_total",
         "decode_cuda_graph_padded_rows_total",
         "decode_cuda_graph_padded_tokens_total",
-        "cuda_graph_capture_seconds",
-        "cuda_graph_memory_bytes",
-        "cuda_graphs_captured",
     ),
     "speculative decoding": (
         "spec_rounds_total",
