@@ -56,7 +56,7 @@ from kernels.jit import jit, tl, triton
 HEADER_WORDS = 4
 _COLUMNS = 256  # block-table columns copied at a time by one program
 _TOKENS = 512  # tokens filled at a time by one program
-_MOST_CHUNKS = 128  # programs that share one row's tokens
+_PROGRAMS = 2048  # about as many programs as the device runs at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +388,7 @@ def prepare_prefill(staging: torch.Tensor, out: StepBuffers, block_size: int, lo
     sets the number of programs and nothing else.
     """
     rows, tokens = out.kv_lens.shape[0], out.token_ids.shape[0]
-    _prepare_prefill_kernel[(rows + 1, _shares(longest))](
+    _prepare_prefill_kernel[(rows + 1, _shares(rows + 1, longest))](
         staging,
         out.token_ids,
         out.positions,
@@ -444,6 +444,6 @@ def prepare_prefill_reference(staging: torch.Tensor, out: StepBuffers, block_siz
     out.last_tokens[: layout.sampled] = torch.tensor(words[layout.sampled_tokens], dtype=torch.int64)
 
 
-def _shares(longest: int) -> int:
-    """Programs that share a row of that many tokens."""
-    return min(max(triton.cdiv(longest, _TOKENS), 1), _MOST_CHUNKS)
+def _shares(rows: int, longest: int) -> int:
+    """Programs that share the tokens of a row with at most that many."""
+    return max(min(triton.cdiv(longest, _TOKENS), _PROGRAMS // rows), 1)
