@@ -39,7 +39,9 @@ _CLIENT: Options = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Whatever its name says, this is also the time that one attempt to connect may take; 100 ms is too little on a busy
+    # host. A refused attempt ends at once, and the next one follows after the back-off above.
+    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),  # retries belong to the router
     ("grpc.enable_http_proxy", 0),  # never for traffic inside the cluster
