@@ -95,7 +95,7 @@ class AttentionBackend(ABC):
     def plan(self, rows: AttentionRows) -> Any:
         """Everything about the step's rows that all layers share; passed to `write` and `attend`."""
 
-    def captures(self, *, selection_mode: GraphSelectionMode) -> bool:
+    def admits(self, *, selection_mode: GraphSelectionMode) -> bool:
         """Whether its calls may be part of a graph of that kind."""
         match selection_mode:
             case GraphSelectionMode.EAGER:
@@ -109,7 +109,7 @@ class AttentionBackend(ABC):
     def graph_plan(self, rows: AttentionRows, *, selection_mode: GraphSelectionMode) -> Any:
         """A plan that a graph is captured with. rows.device holds the graph's own buffers, whose contents change
         from replay to replay while rows and tokens stay as many; max_q and max_kv bound all of them, and the host
-        lists are those of the capture alone. Only where `captures` says so.
+        lists are those of the capture alone. Only where `admits` says so.
         """
         raise NotImplementedError(f"attention backend {self.name} cannot be captured in a {selection_mode.value}")
 

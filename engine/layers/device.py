@@ -1,0 +1,150 @@
+"""Layers of a device: as few launches per layer as the products leave.
+
+Per layer: add and norm, query-key-value product, head step, attention (two launches with split rows), output product,
+add and norm, gate-up product with its SwiGLU, down product. Weights stay on the device; what a step allocates comes
+from PyTorch's allocator, or from a graph's own pool while it is captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.layers.device_linear import DeviceGated, DeviceLinear
+from engine.layers.linear import Linear
+from engine.layers.rotary import Rotary
+from engine.models.config import ModelConfig
+from engine.models.rope_config import RopeConfig
+from engine.models.step import ForwardStep
+from kernels import embedding, qkv, rms_norm, rotary
+
+
+class DeviceNorm:
+    """RMSNorm in one launch. Computed in float32 and rounded once, to the weight's dtype."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        """weight: [features]."""
+        self.weight = weight
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: float32 or compute dtype [rows, features] -> [rows, features] in the weight's dtype."""
+        out = torch.empty_like(x, dtype=self.weight.dtype)
+        rms_norm.rms_norm(x, self.weight, self.eps, out)
+        return out
+
+
+class DeviceStream:
+    """The residual stream, float32. The last product waits in `delta` for the next norm, which adds it on the way."""
+
+    def __init__(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> None:
+        """residual: float32 [tokens, hidden], changed in place; delta: [tokens, hidden] in the compute dtype."""
+        self.residual = residual
+        self.delta = delta
+
+    def read(self, norm: DeviceNorm) -> torch.Tensor:
+        if self.delta is None:
+            return norm(self.residual)
+        out = torch.empty_like(self.delta)
+        rms_norm.add_rms_norm(self.residual, self.delta, norm.weight, norm.eps, out)
+        self.delta = None
+        return out
+
+    def add(self, linear: Linear, x: torch.Tensor) -> None:
+        delta = linear(x)
+        if self.delta is not None:
+            self.residual.add_(self.delta)
+        self.delta = delta
+
+    def hidden(self) -> torch.Tensor:
+        if self.delta is not None:
+            self.residual.add_(self.delta)
+            self.delta = None
+        return self.residual
+
+    def rows(self, tokens: torch.Tensor) -> DeviceStream:
+        """A stream of its own of some tokens. tokens: int64 or int32 [n], indices."""
+        delta = None if self.delta is None else self.delta.index_select(0, tokens)
+        return DeviceStream(self.residual.index_select(0, tokens), delta)
+
+
+class DeviceEmbedding:
+    def __init__(self, table: torch.Tensor) -> None:
+        """table: [vocab, hidden]."""
+        self.table = table
+
+    def __call__(self, token_ids: torch.Tensor) -> DeviceStream:
+        return DeviceStream(embedding.embed(token_ids, self.table))
+
+
+class DeviceRotary(Rotary):
+    """Angles in one launch; the head step rotates."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        super().__init__(rope, head_dim)
+        self.frequencies = self.frequencies.to(device)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary.angles(positions, self.frequencies, self.factor)
+
+
+class DeviceHeads:
+    """Norm, rotation and the writing of keys and values in one launch.
+
+    With as many key heads as query heads, q stays where the product put it, beside keys and values (packed); with fewer
+    key heads it gets memory of its own, without gaps, which attention reads faster.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: DeviceNorm | None,
+        k_norm: DeviceNorm | None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_all = num_heads + 2 * num_kv_heads
+        self.head_dim = head_dim
+        self.packed = num_heads == num_kv_heads
+        self.q_weight = None if q_norm is None else q_norm.weight
+        self.k_weight = None if k_norm is None else k_norm.weight
+        self.eps = 0.0 if q_norm is None else q_norm.eps
+
+    def __call__(self, product: torch.Tensor, layer: int, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """The returned kv is what the product gave: normalised and rotated keys are in the pool only."""
+        heads = product.view(-1, self.num_all, self.head_dim)
+        q = heads[:, : self.num_heads]
+        if not self.packed:
+            q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        qkv.split_norm_rotate_write(
+            heads, self.q_weight, self.k_weight, self.eps, step.cos, step.sin, step.slots, step.pools[layer], q
+        )
+        return q, heads[:, self.num_heads :]
+
+
+class DeviceMaker:
+    """Layers for weights on `device`. On the CPU they need Triton's interpreter, which is for tests."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> DeviceLinear:
+        return DeviceLinear(weight, bias)
+
+    def gated(self, gate_up: torch.Tensor, bias: torch.Tensor | None = None) -> DeviceGated:
+        return DeviceGated(gate_up, bias)
+
+    def norm(self, weight: torch.Tensor, eps: float) -> DeviceNorm:
+        return DeviceNorm(weight, eps)
+
+    def embedding(self, table: torch.Tensor) -> DeviceEmbedding:
+        return DeviceEmbedding(table)
+
+    def rotary(self, rope: RopeConfig, head_dim: int) -> DeviceRotary:
+        return DeviceRotary(rope, head_dim, self.device)
+
+    def heads(
+        self, config: ModelConfig, rotary: DeviceRotary, q_norm: DeviceNorm | None, k_norm: DeviceNorm | None
+    ) -> DeviceHeads:
+        return DeviceHeads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm)

@@ -1,0 +1,63 @@
+"""Products with weights on a device: cuBLAS, but for the few rows of a small decode batch.
+
+With few rows a product is bound by reading its weight once, and cuBLAS' kernels for that leave up to a third of the
+memory bandwidth unused. Where the measured table of `kernels/small_gemm.py` says that the kernel there is faster for a
+shape and number of rows, it is taken; `python -m bench.gpu.gemm` measures. The choice depends on the shape alone, so
+that equal batches give equal numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels import small_gemm, swiglu
+
+
+class DeviceLinear:
+    """y = x W^T + b. The weight stays as it came: [out, in], row-major."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.small = small_gemm.configs_for(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.small.get(x.shape[0])
+        if config is not None:
+            return small_gemm.linear(x, self.weight, self.bias, config=config)
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual.add_(self(x))
+
+    def exact(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The accumulators themselves, which are float32. out: float32 [tokens, out], contiguous."""
+        if out is None:
+            out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32, device=x.device)
+        config = self.small.get(x.shape[0])
+        if config is not None:
+            return small_gemm.linear(x, self.weight, self.bias, config=config, out=out)
+        weight = self.weight.t()
+        if x.dtype == torch.float32:
+            torch.mm(x, weight, out=out)
+        elif x.device.type == "cuda":
+            torch.mm(x, weight, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x.float(), weight.float(), out=out)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class DeviceGated:
+    """SwiGLU's inner half: one product with gate and up, whose element-wise step the small kernel does itself."""
+
+    def __init__(self, gate_up: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """gate_up: [2 * inner, in], the gate's rows first; bias: [2 * inner]."""
+        self.gate_up = DeviceLinear(gate_up, bias)
+        self.small = small_gemm.configs_for(gate_up, gated=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.small.get(x.shape[0])
+        if config is not None:
+            return small_gemm.gated(x, self.gate_up.weight, self.gate_up.bias, config=config)
+        return swiglu.swiglu(self.gate_up(x))

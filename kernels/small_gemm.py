@@ -1,0 +1,382 @@
+"""Products of a few rows with a weight, y[M, N] = x[M, K] W[N, K]^T + b for M <= 16, which are bound by reading W once.
+
+Bytes: N x K x 2 of weights (bfloat16), everything else is small. Llama-3.1-8B at 4.27 TB/s: qkv 6144 x 4096 50 MB,
+11.8 us; o 4096 x 4096 34 MB, 7.9 us; gate-up 28672 x 4096 235 MB, 55 us; down 4096 x 14336 117 MB, 27.5 us; head
+128256 x 4096 1051 MB, 246 us. FLOPs: 2 x M x N x K, at M = 16 a hundredth of what the matrix units could do meanwhile.
+
+A program takes BLOCK_N rows of W and a share of K. The weight is the left operand of the matrix product, so that its
+rows fill the matrix units' tall side, and x, padded to 8 or 16 rows, the right one. Triton's pipeline keeps STAGES
+tiles of W in flight, BLOCK_N x BLOCK_K x 2 bytes each; 40 KB in flight per multiprocessor and more saturate the
+memory. One row alone can also be multiplied without matrix units (`Config.vector`): each thread keeps its part of a
+[BLOCK_N, BLOCK_K] product in registers, and the sum over K is taken once, at the end.
+
+Where N / BLOCK_N programs leave multiprocessors without work, K is split. The sums of each share go to float32 scratch,
+and the program that arrives last adds them up, in the order of the shares: the result does not depend on who was last.
+
+With programmatic dependent launch (`Config.pdl`, Hopper and later) a program starts while the kernel before is at work,
+asks for the first `prefetch` bytes of each of its weight rows to be brought into the L2 cache, which needs nothing of
+that kernel, and only then waits for it. So the memory does not idle during the small kernels between products.
+
+`gated` is SwiGLU's inner half: W holds the gate's rows and then as many of up; a program computes both for its columns,
+and silu(gate) x up from the accumulators. That saves a launch and 3 x M x inner numbers of traffic.
+
+Which configuration serves which shape and number of rows is measured (`python -m bench.gpu.gemm`) and listed in TABLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from kernels.jit import interpreted, jit, tl, triton
+
+MOST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a product is computed. Another configuration may round differently."""
+
+    block_n: int = 64  # rows of W per program
+    block_k: int = 128  # columns per step
+    splits: int = 1  # shares of K
+    warps: int = 4
+    stages: int = 4
+    vector: bool = False  # without matrix units, for one row of x
+    pdl: bool = False
+    prefetch: int = 0  # with pdl: bytes of each weight row of the program, whole multiples of 16 x chunks per row
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of a row's prefetch, so that every thread of the program asks for one."""
+        return max(1, 32 * self.warps // self.block_n)
+
+
+@jit
+def _begin(rows, weight, K: tl.constexpr, first, PDL: tl.constexpr, PREFETCH: tl.constexpr, CHUNKS: tl.constexpr):
+    """What needs nothing of the kernel before: the first PREFETCH bytes of W's `rows` from column `first` on."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            size: tl.constexpr = PREFETCH // CHUNKS
+            step: tl.constexpr = size // (weight.dtype.element_ty.primitive_bitwidth // 8)
+            chunk = tl.arange(0, CHUNKS)[None, :] * step
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+                "=r,l,r",
+                [weight + rows.to(tl.int64)[:, None] * K + first + chunk, tl.full([1, 1], size, tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@jit
+def _finish(
+    gate,
+    up,
+    bias,
+    out,
+    row,
+    column,
+    rows,
+    out_stride,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """gate, up: float32 [columns, rows] sums; without GATED, `gate` is all there is. column, row: their places in
+    out."""
+    inside = (column < N)[:, None] & (row < rows)[None, :]
+    if BIAS:
+        gate += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias + N + column, mask=column < N, other=0.0).to(tl.float32)[:, None]
+        # Rounded as the two steps of a larger batch are: the product, then its element-wise half
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        gate = gate / (1.0 + tl.exp(-gate)) * up
+    place = row.to(tl.int64)[None, :] * out_stride + column[:, None]
+    tl.store(out + place, gate, mask=inside)
+
+
+@jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    partial,
+    arrived,
+    rows,
+    x_stride,
+    out_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Programs (tile of W's rows, share of K). N: columns of out; W has 2 N rows with GATED."""
+    tile = tl.program_id(0)
+    share = tl.program_id(1)
+    steps: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
+    first = share * steps * BLOCK_K
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows behind the last one are read as the last one: their sums are not stored
+    source = tl.minimum(column, N - 1).to(tl.int64)
+    _begin(source, weight, K, first, PDL, PREFETCH, CHUNKS)
+    if GATED:
+        _begin(source + N, weight, K, first, PDL, PREFETCH, CHUNKS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK_K)
+    gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    even: tl.constexpr = K % (BLOCK_K * SPLITS) == 0
+    for step in tl.range(0, steps, num_stages=STAGES):
+        k = first + step * BLOCK_K + lane
+        place = source[:, None] * K + k[None, :]
+        if even:
+            w = tl.load(weight + place, eviction_policy="evict_first")
+            right = tl.load(x + row[None, :] * x_stride + k[:, None], mask=(row < rows)[None, :], other=0.0)
+        else:
+            w = tl.load(weight + place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+            inside = (row < rows)[None, :] & (k < K)[:, None]
+            right = tl.load(x + row[None, :] * x_stride + k[:, None], mask=inside, other=0.0)
+        if WIDEN:
+            w = w.to(tl.float32)
+            right = right.to(tl.float32)
+        gate = tl.dot(w, right, gate, input_precision=PRECISION)
+        if GATED:
+            offset: tl.constexpr = N * K
+            if even:
+                v = tl.load(weight + offset + place, eviction_policy="evict_first")
+            else:
+                v = tl.load(weight + offset + place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+            if WIDEN:
+                v = v.to(tl.float32)
+            up = tl.dot(v, right, up, input_precision=PRECISION)
+
+    if SPLITS == 1:
+        _finish(gate, up, bias, out, row, column, rows, out_stride, N, GATED, BIAS)
+    else:
+        # partial: [tiles, shares, ROWS, BLOCK_N]
+        own = partial + tile.to(tl.int64) * (SPLITS * ROWS * BLOCK_N)
+        cell = row[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        tl.store(own + share * (ROWS * BLOCK_N) + cell, gate)
+        tl.debug_barrier()  # all of this program's sums are written before it counts itself as arrived
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(own + other * (ROWS * BLOCK_N) + cell, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)  # for the next product
+            _finish(total, total, bias, out, row, column, rows, out_stride, N, False, BIAS)
+
+
+@jit
+def _vector_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """One program per tile of W's rows. The next tile of W is read before the present one is multiplied."""
+    tile = tl.program_id(0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = tl.minimum(column, N - 1).to(tl.int64)
+    _begin(source, weight, K, 0, PDL, PREFETCH, CHUNKS)
+    if GATED:
+        _begin(source + N, weight, K, 0, PDL, PREFETCH, CHUNKS)
+    lane = tl.arange(0, BLOCK_K)
+    own = weight + source[:, None] * K + lane[None, :]
+    offset: tl.constexpr = N * K
+    w = tl.load(own, mask=(lane < K)[None, :], other=0.0, eviction_policy="evict_first")
+    v = w
+    if GATED:
+        v = tl.load(own + offset, mask=(lane < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ahead = (lane < K - k - BLOCK_K)[None, :]
+        next_w = tl.load(own + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
+        next_v = next_w
+        if GATED:
+            next_v = tl.load(own + offset + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
+        right = tl.load(x + k + lane, mask=lane < K - k, other=0.0).to(tl.float32)[None, :]
+        gate += w.to(tl.float32) * right
+        if GATED:
+            up += v.to(tl.float32) * right
+        w = next_w
+        v = next_v
+    row = tl.arange(0, 1)
+    first = tl.sum(gate, axis=1)[:, None]
+    second = first
+    if GATED:
+        second = tl.sum(up, axis=1)[:, None]
+    _finish(first, second, bias, out, row, column, 1, 0, N, GATED, BIAS)
+
+
+class _Scratch:
+    """Counters of arrived programs, zero between products, per device. Products that share them must be ordered."""
+
+    def __init__(self) -> None:
+        self.counters: dict[torch.device, torch.Tensor] = {}
+
+    def arrived(self, device: torch.device, tiles: int) -> torch.Tensor:
+        found = self.counters.get(device)
+        if found is None or found.shape[0] < tiles:
+            found = self.counters[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+        return found
+
+
+_scratch = _Scratch()
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    config: Config,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + b: [M, N] of `dtype` (x's by default).
+
+    x: [M, K], M <= 16, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
+    lie apart. Raises ValueError for shapes that do not fit.
+    """
+    return _launch(x, weight, bias, config, False, dtype, out)
+
+
+def gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    config: Config,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """silu(x Wg^T + bg) * (x Wu^T + bu): [M, inner] of x's dtype. weight: [2 * inner, K], gate first; else as
+    `linear`.
+    """
+    return _launch(x, weight, bias, config, True, None, out)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: Config,
+    is_gated: bool,
+    dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    most = 1 if config.vector else MOST_ROWS
+    if not 1 <= rows <= most or weight.shape[1] != k or x.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} and W {tuple(weight.shape)}: at most {most} rows, of W's width")
+    if out is None:
+        out = torch.empty((rows, n), dtype=dtype or x.dtype, device=x.device)
+    tiles = triton.cdiv(n, config.block_n)
+    options = {"launch_pdl": True} if config.pdl else {}
+    shape = {
+        "N": n,
+        "K": k,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GATED": is_gated,
+        "BIAS": bias is not None,
+        "PDL": config.pdl,
+        "PREFETCH": config.prefetch,
+        "CHUNKS": config.chunks,
+    }
+    if config.vector:
+        _vector_kernel[(tiles,)](x, weight, bias, out, **shape, num_warps=config.warps, **options)
+        return out
+    splits = config.splits
+    padded = 8 if rows <= 8 else 16
+    partial = arrived = None
+    if splits > 1:
+        if is_gated:
+            raise ValueError("a gated product is not split: it has programs enough")
+        partial = torch.empty(tiles * splits * padded * config.block_n, dtype=torch.float32, device=x.device)
+        arrived = _scratch.arrived(x.device, tiles)
+    _product_kernel[(tiles, splits)](
+        x,
+        weight,
+        bias,
+        out,
+        partial,
+        arrived,
+        rows,
+        x.stride(0),
+        out.stride(0),
+        ROWS=padded,
+        SPLITS=splits,
+        STAGES=config.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        WIDEN=interpreted,  # the interpreter does not multiply bfloat16 matrices
+        **shape,
+        num_warps=config.warps,
+        **options,
+    )
+    return out
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` in float32, not rounded."""
+    y = x.float() @ weight.float().t()
+    return y if bias is None else y + bias.float()
+
+
+def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`gated` in float32; gate and up are rounded to x's dtype as they are in the kernel."""
+    gate, up = reference(x, weight, bias).to(x.dtype).float().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+# (gated, N of the weight, K) to configurations by the most rows they serve, ascending. Rows above the last one, and
+# shapes that are not listed, are left to cuBLAS.
+Entry = tuple[tuple[int, Config], ...]
+TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType({})
+
+
+def configs_for(weight: torch.Tensor, *, gated: bool = False) -> dict[int, Config]:
+    """The measured choice for a weight [N, K]: rows of x to configuration; no entry means cuBLAS."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cuda" or interpreted:
+        return {}
+    chosen: dict[int, Config] = {}
+    begin = 1
+    for last, config in TABLE.get((gated, weight.shape[0], weight.shape[1]), ()):
+        chosen.update(dict.fromkeys(range(begin, last + 1), config))
+        begin = last + 1
+    return chosen
