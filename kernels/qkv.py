@@ -85,8 +85,8 @@ def _split_norm_rotate_write_kernel(
         tl.store(target, low, mask=inside)
         tl.store(target + HALF, high, mask=inside)
     else:
-        low = low.to(tl.float32)
-        high = high.to(tl.float32)
+        first_half = low.to(tl.float32)
+        second_half = high.to(tl.float32)
         row = token
         if LOOK_UP:
             row = tl.load(angle_rows + token, mask=valid, other=0)
@@ -97,12 +97,12 @@ def _split_norm_rotate_write_kernel(
             weight = k_norm
             if is_query:
                 weight = q_norm
-            square = tl.sum(low * low + high * high, axis=1)
+            square = tl.sum(first_half * first_half + second_half * second_half, axis=1)
             inverse = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
-            low = low * inverse * tl.load(weight + lane, mask=within, other=0.0).to(tl.float32)
-            high = high * inverse * tl.load(weight + HALF + lane, mask=within, other=0.0).to(tl.float32)
-        turned_low = low * cosine - high * sine
-        turned_high = high * cosine + low * sine
+            first_half *= inverse * tl.load(weight + lane, mask=within, other=0.0).to(tl.float32)
+            second_half *= inverse * tl.load(weight + HALF + lane, mask=within, other=0.0).to(tl.float32)
+        turned_low = first_half * cosine - second_half * sine
+        turned_high = second_half * cosine + first_half * sine
         if is_query:
             goal = q_out + (token * q_stride + head * (2 * HALF))[:, None] + lane
             tl.store(goal, turned_low, mask=inside)

@@ -1,0 +1,80 @@
+"""Element-wise and metadata kernels compile for a Hopper GPU, without spills and with wide memory accesses.
+
+Run as a program it prints what it compiled: other tests use the interpreter, which is chosen for a whole process.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import attention_metadata, block_copy, jit, metadata, offline, qkv, rms_norm, swiglu
+
+_WIDE = r"(?:ld|st)\.global\S*\.(?:v4\.b32|v2\.b64)"
+_NARROW = r"(?:ld|st)\.global\S*\.b16"
+
+
+def _launch_all() -> None:
+    bf16 = torch.bfloat16
+    for features in (4096, 8192, 576):
+        x, weight = torch.empty(3, features), torch.empty(features, dtype=bf16)
+        rms_norm.rms_norm(x, weight, 1e-5)
+        rms_norm.rms_norm(x.to(bf16), weight, 1e-5)
+        rms_norm.add_rms_norm(x, x.to(bf16), weight, 1e-5)
+        swiglu.swiglu(torch.empty(3, 2 * features, dtype=bf16))
+    for dim, q_heads, kv_heads in ((128, 32, 8), (64, 9, 3)):
+        pool = torch.empty(4, 2, kv_heads, 64, dim, dtype=bf16)
+        for tokens, norm in ((1, None), (1, torch.empty(dim, dtype=bf16)), (2048, torch.empty(dim, dtype=bf16))):
+            heads = torch.empty(tokens, q_heads + 2 * kv_heads, dim, dtype=bf16)
+            angles, index = torch.empty(max(tokens, 64), dim // 2), torch.empty(tokens, dtype=torch.int64)
+            qkv.split_norm_rotate_write(heads, norm, norm, 1e-6, angles, angles, index, pool)
+            qkv.split_norm_rotate_write(heads, norm, norm, 1e-6, angles, angles, index, pool, positions=index)
+        blocks = torch.empty(3, dtype=torch.int64)
+        block_copy.gather_blocks(pool, blocks)
+        block_copy.scatter_blocks(torch.empty(3, 2, 1, 64, dim, dtype=bf16), blocks, pool, (0, 1))
+    buffers = metadata.StepBuffers.allocate(256, 256, 512, "cpu")
+    staging = torch.empty(9999, dtype=torch.int32)
+    metadata.prepare_decode(staging, buffers, 64)
+    metadata.prepare_prefill(staging, buffers, 64, 8192)
+    lengths, sums = buffers.kv_lens, buffers.cu_seqlens
+    attention_metadata.attention_metadata(lengths, lengths, sums, sums, lengths, 100)
+    plan = attention_metadata.PagePlan.allocate(256, 9999, 9999, "cpu")
+    attention_metadata.page_plan(sums, lengths, buffers.block_tables, 64, plan)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, object]]:
+    if not jit.available(torch.device("cpu")) and not jit.available("cuda"):
+        pytest.skip("Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_kernels_compile_for_hopper_without_spills(compiled: list[dict[str, object]]) -> None:
+    assert len({kernel["name"] for kernel in compiled}) == 9
+    assert [kernel for kernel in compiled if kernel["spilled_bytes"]] == []
+    assert max(kernel["registers"] for kernel in compiled) <= 64
+
+
+def test_kernels_that_move_rows_access_16_bytes_at_a_time(compiled: list[dict[str, object]]) -> None:
+    moving = [
+        kernel for kernel in compiled if kernel["name"].startswith(("_rms", "_add", "_swiglu", "_split", "_copy"))
+    ]
+    assert len(moving) > 20
+    assert [kernel for kernel in moving if not kernel["wide"] or kernel["narrow"]] == []
+
+
+if __name__ == "__main__":
+    with offline.compiled_for(90) as found:
+        _launch_all()
+    rows = []
+    for kernel in found:
+        fields = {name: getattr(kernel, name) for name in (f.name for f in dataclasses.fields(kernel) if f.repr)}
+        rows.append({**fields, "wide": kernel.count(_WIDE), "narrow": kernel.count(_NARROW)})
+    print(json.dumps(rows, indent=1))
