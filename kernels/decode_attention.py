@@ -1,0 +1,406 @@
+"""Attention of decode rows, one query token each, over the paged KV pool.
+
+A row of `n` visible tokens reads 2 * n * kv_heads * head_dim elements and does 4 * n * heads * head_dim operations:
+with bfloat16 and 4 query heads to a key head 4 FLOP a byte, fifty times below what an H200 could do while it reads. The
+floor is the bytes over the read bandwidth: 64 rows of 8192 tokens with 8 key heads of 128 are 2.15 GB a layer, 0.50 ms
+at 4.27 TB/s. Everything here serves one end: always enough loads under way, each byte read once.
+
+* The query heads that share a key head are the rows of one matrix product (padded to 16, the least that tensor cores
+  take), so a key or value is read once for all of them.
+* A row is cut into at most `splits` pieces of whole tiles. The cut is a function of the row's own length and of the
+  configuration, so a row's result does not depend on its neighbours. Cut rows leave partial sums in the scratch memory;
+  the piece that ends last (an atomic counter says which) adds them up, which saves a second launch per layer.
+* The grid is as many programs as the device holds at a time, whatever the lengths: each finds its pieces, every n-th of
+  all, from a prefix sum over the rows' piece counts. It is therefore the same in every replay of a captured graph, and
+  rows of very different lengths fill the device evenly.
+* The block id of the next tile is read one tile ahead, so that the loads of keys and values never wait for it. With
+  `descriptors` a tile comes by the tensor memory unit, as one copy, where a tile lies in one page.
+
+Slots past a row's end may hold anything, NaN included: they reach neither the scores nor the sum over values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kernels.jit import jit, tl
+from kernels.paged_kv import described, dot, multiprocessors, next_power
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the kernel runs. Sizes are powers of two, `splits` apart."""
+
+    tile: int  # tokens of one step of the loop
+    stages: int  # tiles whose loads are under way, the one in use included, plus 1
+    warps: int
+    per_sm: int  # programs per multiprocessor
+    splits: int  # pieces of a row at most
+    min_tiles: int  # tiles of a piece at least
+    descriptors: bool = False  # load tiles by tensor descriptors; needs pages of whole tiles
+
+
+# Rows of a batch up to which the next two hold: pieces of a row at most, tiles of a piece at least. Few rows need many
+# short pieces to occupy the device; many rows occupy it anyway, and cutting them costs memory and the adding up.
+_CUTS = ((1, 32, 1), (4, 64, 2), (64, 64, 4), (2**31, 16, 8))
+
+
+def config_for(rows: int, head_dim: int, itemsize: int) -> DecodeConfig:
+    """The configuration for a batch of `rows`. It depends on nothing that changes from step to step."""
+    tile = max(16, min(64, 16384 // (next_power(head_dim) * itemsize)))
+    splits, min_tiles = next((splits, tiles) for most, splits, tiles in _CUTS if rows <= most)
+    return DecodeConfig(tile=tile, stages=3, warps=4, per_sm=3, splits=splits, min_tiles=min_tiles)
+
+
+@dataclass(slots=True)
+class DecodeScratch:
+    """Memory between the pieces of cut rows. Launches that share it must not overlap."""
+
+    partial: torch.Tensor  # float32 [size] sums over the values of each piece, not yet divided
+    stats: torch.Tensor  # float32 [size] per piece and head: largest score (in base 2), sum of the weights
+    counters: torch.Tensor  # int32 [rows * kv heads] pieces that have ended; zero between launches
+
+
+def scratch_for(
+    max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, splits: int | None = None
+) -> DecodeScratch:
+    """Scratch memory for up to max_rows rows under `config_for` (or, given `splits`, any configuration up to that)."""
+    most = (min(limit, max_rows) for limit, _, _ in _CUTS)
+    pieces = max(rows * (splits or config_for(rows, head_dim, 2).splits) for rows in most)
+    return DecodeScratch(
+        partial=torch.empty(pieces * num_heads * head_dim, dtype=torch.float32, device=device),
+        stats=torch.empty(pieces * num_heads * 2, dtype=torch.float32, device=device),
+        counters=torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    window: int = 0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The same in PyTorch, in q's precision: q [rows, heads, head_dim] -> [rows, heads, head_dim]."""
+    rows, heads, dim = q.shape
+    _, _, kv_heads, page, _ = pool.shape
+    out = torch.zeros_like(q)
+    for row in range(rows):
+        length = int(kv_lens[row])
+        if length == 0:
+            continue
+        blocks = block_tables[row, : -(-length // page)].long()
+        # [blocks, 2, kv_heads, page, dim] -> [2, kv_heads, tokens, dim]
+        keys, values = pool[blocks].permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :length].to(q.dtype)
+        if window:
+            keys, values = keys[:, -window:], values[:, -window:]
+        query = q[row].view(kv_heads, heads // kv_heads, dim)
+        scores = query @ keys.transpose(1, 2) * (scale or dim**-0.5)
+        out[row] = (torch.softmax(scores, -1) @ values).view(heads, dim)
+    return out
+
+
+@jit
+def _pieces(
+    length,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """First tile, end of tiles, tiles of a piece, and pieces (at least one) of rows of these lengths."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TILE
+    last = (length + TILE - 1) // TILE
+    size = tl.maximum((last - first + SPLITS - 1) // SPLITS, MIN_TILES)
+    return first, last, size, tl.maximum((last - first + size - 1) // size, 1)
+
+
+@jit
+def _block_ids(table, tile, lanes, length, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Block of a tile, or of each of its tokens where a tile is not within one page."""
+    if PAGE % TILE == 0:
+        return tl.load(table + tile * TILE // PAGE)
+    else:
+        tokens = tile * TILE + lanes
+        return tl.load(table + tokens // PAGE, mask=tokens < length, other=0)
+
+
+@jit
+def _attend_tile(
+    q,
+    k,
+    v,
+    top,
+    weights,
+    acc,
+    seen,
+    scale,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One more tile: scores in base 2, their maximum `top` [M], weights [M, TILE] still per slot, sums acc [M, DIM]."""
+    zeros = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+    scores = dot(q, tl.trans(k), zeros, PRECISION) * scale
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    fresh = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)[:, None]
+    acc = dot(fresh.to(v.dtype), v, acc * shrink, PRECISION)
+    return new_top, weights * shrink + fresh, acc
+
+
+@jit(do_not_specialize=["rows", "table_stride"])
+def _decode_kernel(
+    q,  # [rows, heads, DIM], heads and elements dense
+    pool,  # [blocks, 2, KV_HEADS, PAGE, DIM]
+    described,  # tensor descriptor of the pool as [blocks * 2 * KV_HEADS * PAGE, DIM], or None
+    block_tables,  # int32 [rows, ...]
+    kv_lens,  # int32 [rows]
+    out,  # [rows, heads, DIM]
+    partial,
+    stats,
+    counters,
+    rows,
+    q_stride,  # elements from row to row
+    table_stride,
+    out_stride,
+    scale,  # of scores in base 2: 1 / sqrt(head_dim) / ln 2
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per key head
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
+    PIECE: tl.constexpr = PAGE * DIM  # elements of one block's keys of one head
+    row_ids = tl.arange(0, ROWS_PAD)
+    lens = tl.load(kv_lens + row_ids, mask=row_ids < rows, other=0)
+    _, _, _, counts = _pieces(lens, TILE, SPLITS, MIN_TILES, WINDOW)
+    ends = tl.cumsum(tl.where(row_ids < rows, counts, 0), 0)
+    items = tl.max(ends, 0) * KV_HEADS
+    g = tl.arange(0, M)
+    d = tl.arange(0, DIM_PAD)
+    lanes = tl.arange(0, TILE)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        unit = item // KV_HEADS
+        head = item % KV_HEADS
+        row = tl.sum((ends <= unit).to(tl.int32), 0)
+        split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+        row64 = row.to(tl.int64)
+        length = tl.load(kv_lens + row)
+        first, last, size, count = _pieces(length, TILE, SPLITS, MIN_TILES, WINDOW)
+        begin = first + split * size
+        end = tl.minimum(begin + size, last)
+        table = block_tables + row64 * table_stride
+        heads = (head * GROUP + g)[:, None] * DIM + d[None, :]
+        real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+        query = tl.load(q + row64 * q_stride + heads, mask=real, other=0.0)
+        top = tl.full([M], float("-inf"), tl.float32)
+        weights = tl.zeros([M, TILE], tl.float32)
+        acc = tl.zeros([M, DIM_PAD], tl.float32)
+        if DESCRIPTORS:
+            # Whole tiles; a descriptor cannot leave out the slots past the row's end
+            whole = tl.minimum(end, length // TILE)
+            ahead = tl.load(table + begin * TILE // PAGE, mask=begin < whole, other=0)
+            for tile in tl.range(begin, whole, num_stages=STAGES):
+                at = (ahead * (2 * KV_HEADS) + head) * PAGE + tile * TILE % PAGE
+                ahead = tl.load(table + tl.minimum(tile + 1, whole - 1) * TILE // PAGE)
+                seen = tile * TILE + lanes >= length - WINDOW
+                k = described.load([at, 0])
+                v = described.load([at + KV_HEADS * PAGE, 0])
+                top, weights, acc = _attend_tile(query, k, v, top, weights, acc, seen, scale, WINDOW > 0, PRECISION)
+            if whole < end:
+                rest = whole * TILE + lanes < length
+                if WINDOW > 0:
+                    rest &= whole * TILE + lanes >= length - WINDOW
+                block = tl.load(table + whole * TILE // PAGE).to(tl.int64)
+                tail = pool + block * (2 * KV_HEADS * PIECE) + head * PIECE + whole * TILE % PAGE * DIM
+                tail_keys = tail + lanes[:, None] * DIM + d[None, :]
+                tail_mask = rest[:, None] & (d < DIM)[None, :]
+                tail_k = tl.load(tail_keys, mask=tail_mask, other=0.0)
+                tail_v = tl.load(tail_keys + KV_HEADS * PIECE, mask=tail_mask, other=0.0)
+                top, weights, acc = _attend_tile(query, tail_k, tail_v, top, weights, acc, rest, scale, True, PRECISION)
+        else:
+            ahead = (
+                _block_ids(table, begin, lanes, length, PAGE, TILE)
+                if PAGE % TILE
+                else tl.load(table + begin * TILE // PAGE, mask=begin < end, other=0)
+            )
+            for tile in tl.range(begin, end, num_stages=STAGES):
+                tokens = tile * TILE + lanes
+                seen = tokens < length
+                if WINDOW > 0:
+                    seen &= tokens >= length - WINDOW
+                if PAGE % TILE == 0:
+                    at = pool + ahead.to(tl.int64) * (2 * KV_HEADS * PIECE) + head * PIECE + tile * TILE % PAGE * DIM
+                    ahead = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // PAGE)
+                    keys = at + lanes[:, None] * DIM + d[None, :]
+                else:
+                    at = pool + ahead.to(tl.int64) * (2 * KV_HEADS * PIECE) + head * PIECE + tokens % PAGE * DIM
+                    ahead = tl.load(table + (tokens + TILE) // PAGE, mask=tokens + TILE < length, other=0)
+                    keys = at[:, None] + d[None, :]
+                if DIM == DIM_PAD:
+                    k = tl.load(keys)
+                    v = tl.load(keys + KV_HEADS * PIECE, mask=seen[:, None], other=0.0)
+                else:
+                    k = tl.load(keys, mask=(d < DIM)[None, :], other=0.0)
+                    v = tl.load(keys + KV_HEADS * PIECE, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+                top, weights, acc = _attend_tile(query, k, v, top, weights, acc, seen, scale, True, PRECISION)
+        norm = tl.sum(weights, 1)
+        if count == 1:
+            # A row of no tokens has a norm of 0 and sums of 0
+            norm = tl.where(norm == 0.0, 1.0, norm)
+            tl.store(out + row64 * out_stride + heads, acc / norm[:, None], mask=real)
+        else:
+            slot = (row64 * KV_HEADS + head) * SPLITS  # the first of this row's and head's pieces
+            tl.store(partial + (slot + split) * (GROUP * DIM) + g[:, None] * DIM + d[None, :], acc, mask=real)
+            tl.store(stats + (slot + split) * (2 * GROUP) + g, top, mask=g < GROUP)
+            tl.store(stats + (slot + split) * (2 * GROUP) + GROUP + g, norm, mask=g < GROUP)
+            tl.debug_barrier()  # the stores of all threads come before the one thread's release
+            ended = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
+            if ended == count - 1:
+                tl.store(counters + row * KV_HEADS + head, 0)
+                _combine(
+                    partial + slot * (GROUP * DIM),
+                    stats + slot * (2 * GROUP),
+                    out + row64 * out_stride + head * GROUP * DIM,
+                    count,
+                    GROUP,
+                    GROUP_PAD,
+                    DIM,
+                    DIM_PAD,
+                    SPLITS_PAD,
+                )
+
+
+@jit
+def _combine(
+    partial,
+    stats,
+    out,
+    count,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+):
+    """Adds up the pieces of one row and key head. Read past the first cache, which may hold the last launch's."""
+    STEP: tl.constexpr = (
+        SPLITS_PAD if SPLITS_PAD * GROUP_PAD * DIM_PAD < 4096 else max(1, 4096 // (GROUP_PAD * DIM_PAD))
+    )
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    s = tl.arange(0, SPLITS_PAD)
+    live = (s < count)[:, None] & (g < GROUP)[None, :]
+    at = stats + s[:, None] * (2 * GROUP) + g[None, :]
+    tops = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+    norms = tl.load(at + GROUP, mask=live, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, 0)
+    top = tl.where(g < GROUP, top, 0.0)
+    norm = tl.sum(norms * tl.exp2(tops - top[None, :]), 0)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    steps = tl.arange(0, STEP)
+    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    for begin in range(0, count, STEP):
+        piece = begin + steps
+        there = (piece < count)[:, None] & (g < GROUP)[None, :]
+        stat = stats + piece[:, None] * (2 * GROUP) + g[None, :]
+        piece_tops = tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(
+            partial + piece[:, None, None] * (GROUP * DIM) + g[None, :, None] * DIM + d[None, None, :],
+            mask=there[:, :, None] & (d < DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        acc += tl.sum(sums * tl.exp2(piece_tops - top[None, :])[:, :, None], 0)
+    tl.store(out + g[:, None] * DIM + d[None, :], acc / norm[:, None], mask=real)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    window: int = 0,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    scratch: DecodeScratch | None = None,
+    config: DecodeConfig | None = None,
+) -> torch.Tensor:
+    """Attention of one query token per row, the last of its row: q [rows, heads, head_dim] -> the same shape.
+
+    pool: [blocks, 2, kv_heads, page, head_dim], contiguous, of q's dtype. block_tables: int32 [rows, width], whose rows
+    may lie apart. kv_lens: int32 [rows] tokens seen, the query's own included; 0 is a row that only pads, whose output
+    is zeros. window: tokens seen at most, the query's own included; 0: all. scale: of the scores, default
+    head_dim ** -0.5. q and out may be strided from row to row. Neither synchronises nor depends on values on the host;
+    with `out` and `scratch` given it allocates nothing.
+    """
+    rows, heads, dim = q.shape
+    _, _, kv_heads, page, pool_dim = pool.shape
+    if pool_dim != dim or heads % kv_heads or pool.dtype != q.dtype:
+        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit the pool {pool.dtype} {tuple(pool.shape)}")
+    if q.stride(1) != dim or q.stride(2) != 1 or not pool.is_contiguous():
+        raise ValueError("heads and elements of q, and the whole pool, must be contiguous")
+    if block_tables.dtype != torch.int32 or kv_lens.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError("block_tables and kv_lens must be int32, and a row of block_tables contiguous")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    config = config or config_for(rows, dim, q.element_size())
+    if scratch is None:
+        scratch = scratch_for(rows, heads, kv_heads, dim, q.device, config.splits)
+    if rows * config.splits * heads * 2 > scratch.stats.numel() or rows * kv_heads > scratch.counters.numel():
+        raise ValueError(f"the scratch memory is too small for {rows} rows of {config.splits} pieces")
+    descriptors = config.descriptors and page % config.tile == 0
+    group = heads // kv_heads
+    programs = min(multiprocessors(q.device) * config.per_sm, rows * config.splits * kv_heads)
+    _decode_kernel[(programs,)](
+        q,
+        pool,
+        described(pool, config.tile) if descriptors else None,
+        block_tables,
+        kv_lens,
+        out,
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        rows,
+        q.stride(0),
+        block_tables.stride(0),
+        out.stride(0),
+        (scale or dim**-0.5) * math.log2(math.e),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=next_power(group),
+        DIM=dim,
+        DIM_PAD=next_power(dim),
+        PAGE=page,
+        WINDOW=window,
+        ROWS_PAD=next(size for size in (16, 64, 256, 1024, 4096, 16384) if size >= rows),
+        TILE=config.tile,
+        STAGES=config.stages,
+        SPLITS=config.splits,
+        SPLITS_PAD=next_power(config.splits),
+        MIN_TILES=config.min_tiles,
+        DESCRIPTORS=descriptors,
+        PRECISION="ieee",
+        num_warps=config.warps,
+        num_stages=1,
+    )
+    return out
