@@ -86,6 +86,7 @@ class AttentionBackend(ABC):
 
     name: str
     capabilities: Capabilities
+    refreshes: bool = False  # plans on the host before each replay; then a graph's buffers are filled before `refresh`
 
     @abstractmethod
     def bind(self, pool: torch.Tensor) -> Any:
@@ -114,8 +115,9 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"attention backend {self.name} cannot be captured in a {selection_mode.value}")
 
     def refresh(self, plan: Any, rows: AttentionRows) -> None:
-        """Before each replay of a graph with `plan` = graph_plan(...): what has to be planned for the step's rows on
-        the host. rows.device are the graph's buffers, filled by now. Nothing, where the device reads them itself.
+        """Before each replay of a graph with `plan` = graph_plan(...), where `refreshes` says so: what has to be planned
+        for the step's rows on the host. rows.device are the graph's buffers, whose filling has been enqueued; the host
+        lists are the step's own, without padding.
         """
 
     def write(self, plan: Any, layer: Any, kv: torch.Tensor) -> None:

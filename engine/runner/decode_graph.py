@@ -1,0 +1,179 @@
+"""Decode CUDA graphs: a whole decode step from its staged inputs to the greedy tokens, captured per batch size.
+
+All sizes share the step's buffers (`DeviceInputs`), one memory pool, one logits buffer and one buffer of tokens, so a
+replay is a copy from the host, one launch, and a copy back. Rows that pad a batch up to a graph's size have token 0, see
+nothing, and store their KV nowhere; their results are not looked at. Rows that want more than the likeliest token are
+sampled from the logits afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention.backend import AttentionRows, GraphSelectionMode
+from engine.messages import CapturedGraphs
+from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.capture import Recording, recorder_for
+from engine.runner.decode_status import DecodeDecision, DecodeLimits, decide
+from engine.runner.device_forward import DeviceForward
+from engine.runner.device_inputs import DeviceInputs, DeviceStepInputs, device_rows
+from engine.runner.graph_session import CaptureSession
+from rpc.graph_status import GraphRole
+
+_WARM_UPS = 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _DecodeGraph:
+    plan: Any  # of the attention backend
+    recording: Recording
+
+
+class DecodeGraphRunner:
+    """Captures at start-up, replays in steps. `can_run` is pure; whoever acts on its answer counts it."""
+
+    role = GraphRole.DECODE
+
+    def __init__(
+        self,
+        forward: DeviceForward,
+        inputs: DeviceInputs,
+        logits: torch.Tensor,
+        greedy: Callable[[torch.Tensor], object],
+        sizes: Sequence[int],
+        group_tags: tuple[str, ...],
+        *,
+        debug_folder: Path | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """logits: float32 [largest size, vocab], filled by every replay. greedy(logits of n rows): enqueues the choice
+        of their likeliest tokens, written to memory of its own. sizes: ascending. progress(done, total) is called after
+        each graph."""
+        self.forward = forward
+        self.inputs = inputs
+        self.logits = logits
+        self.greedy = greedy
+        self.limits = DecodeLimits(tuple(sizes), inputs.limits.max_blocks, group_tags)
+        self.capture_seconds: list[float] = []
+        self.memory_bytes = 0
+        self._progress = progress
+        self._debug_folder = debug_folder
+        self._refreshes = forward.backend.refreshes
+        self._graphs: dict[int, _DecodeGraph] = {}
+        self._released = False
+
+    # -- start-up -------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """A first eager run of the largest size: what it compiles and allocates is outside every graph."""
+        backend = self.forward.backend
+        if not backend.admits(selection_mode=GraphSelectionMode.DECODE_GRAPH):
+            raise ValueError(f"attention backend {backend.name} cannot be captured in a decode graph")
+        if not self.limits.sizes or self.limits.sizes[-1] > self.inputs.limits.max_rows:
+            raise ValueError(f"decode graphs of {self.limits.sizes} rows: at most {self.inputs.limits.max_rows} fit")
+        size = self.limits.sizes[-1]
+        self.inputs.stage_blank(size, self.logits.shape[1])
+        self.run_eager(size, self._plan(size))
+
+    def capture(self, session: CaptureSession) -> None:
+        """Largest size first. Raises RuntimeError when a replay gives other logits than the eager run before it."""
+        device = self.logits.device
+        recorder = recorder_for(device, self._debug_folder)
+        sizes = self.limits.sizes
+        for done, size in enumerate(reversed(sizes), 1):
+            began = time.monotonic()
+            plan = self._plan(size)
+
+            def run(size: int = size, plan: Any = plan) -> None:
+                self.run_eager(size, plan)
+
+            self.inputs.stage_blank(size, self.logits.shape[1])
+            for _ in range(_WARM_UPS):
+                recorder.warm_up(run)
+            expected = self.logits[:size].clone()
+            session.begin_capture()
+            recording, _ = recorder.record(run, f"decode_{size}")
+            self.logits[:size].fill_(torch.nan)
+            recording.replay()
+            recorder.settle()
+            # As bits, since logits of random weights may hold NaN
+            if not torch.equal(self.logits[:size].view(torch.int32), expected.view(torch.int32)):
+                raise RuntimeError(f"the decode graph of {size} rows gives other logits than an eager run")
+            self._graphs[size] = _DecodeGraph(plan, recording)
+            self.capture_seconds.append(time.monotonic() - began)
+            self._progress(done, len(sizes))
+        self.memory_bytes = recorder.memory_bytes()
+        self.inputs.forget_tables()
+        _log.info(
+            "decode graphs captured",
+            extra={
+                "sizes": list(sizes),
+                "memory_bytes": self.memory_bytes,
+                "seconds": round(sum(self.capture_seconds), 3),
+            },
+        )
+
+    def report(self) -> CapturedGraphs:
+        return CapturedGraphs(self.role.value, len(self._graphs), self.capture_seconds, self.memory_bytes)
+
+    def release(self) -> None:
+        """Lets go of the graphs and their memory; a second call does nothing, and a replay raises afterwards."""
+        self._released = True
+        self._graphs.clear()
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def can_run(self, rows: Sequence[BatchRow], group_tags: tuple[str, ...]) -> DecodeDecision:
+        return decide(rows, group_tags, self.limits)
+
+    def stage(self, batch: StepBatch, size: int) -> DeviceStepInputs:
+        """Checks the batch and enqueues the copy of its inputs. Raises ValueError as `DeviceInputs.decode` does."""
+        if self._released:
+            raise RuntimeError("the decode graphs were released")
+        return self.inputs.decode(batch, size, prepare=self._refreshes)
+
+    def refresh(self, inputs: DeviceStepInputs, size: int) -> None:
+        """Host-side planning of the attention backend for this step, where it has any."""
+        if self._refreshes:
+            self.forward.backend.refresh(self._graphs[size].plan, inputs.rows)
+
+    def replay(self, size: int) -> None:
+        """Enqueues the step that was staged; the first rows of `logits`, and what `greedy` wrote, are its results."""
+        self._graphs[size].recording.replay()
+
+    def run_eager(self, size: int, plan: Any) -> None:
+        """What a graph of `size` rows holds, launch by launch."""
+        buffers = self.inputs.cut(size)
+        if not self._refreshes:
+            self.inputs.prepare_decode(size)
+        stream = self.forward(buffers.token_ids, buffers.positions, buffers.slots, plan)
+        self.greedy(self.forward.logits(stream, out=self.logits[:size]))
+
+    def plan_of(self, size: int) -> Any:
+        """The plan that the graph of `size` rows was captured with."""
+        return self._graphs[size].plan
+
+    def _plan(self, size: int) -> Any:
+        """For rows of any length up to the table's width."""
+        buffers = self.inputs.cut(size)
+        width = self.inputs.limits.max_blocks
+        rows = AttentionRows(
+            starts=[0] * size,
+            lengths=[1] * size,
+            block_tables=[[0]] * size,
+            num_decode=size,
+            device=device_rows(buffers, 1, width * self.inputs.block_size),
+        )
+        if self._refreshes:
+            self.inputs.stage_blank(size, self.logits.shape[1])
+            self.inputs.prepare_decode(size)
+        return self.forward.backend.graph_plan(rows, selection_mode=GraphSelectionMode.DECODE_GRAPH)
