@@ -61,6 +61,14 @@ class DeviceStream:
             self.delta = None
         return self.residual
 
+    def hidden_into(self, out: torch.Tensor) -> None:
+        """All that was added so far, in `out` [tokens, hidden], which takes the stream's place."""
+        if self.delta is None:
+            out.copy_(self.residual)
+        else:
+            torch.add(self.residual, self.delta, out=out)
+        self.residual, self.delta = out, None
+
     def rows(self, tokens: torch.Tensor) -> DeviceStream:
         """A stream of its own of some tokens. tokens: int64 or int32 [n], indices."""
         delta = None if self.delta is None else self.delta.index_select(0, tokens)

@@ -43,6 +43,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # dtype the folder's weights are stored in, as config.json says
     max_model_len: int  # positions (prompt + output) the model can be served with
+    pad_token_id: int | None = None  # what fills unused places of a batch, where the model names one
 
 
 class _Reader:
@@ -92,6 +93,11 @@ def token_ids(value: object, key: str) -> tuple[int, ...]:
     if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
         raise ModelLoadError(f"config: {key!r} must be token ids, not {value!r}")
     return tuple(values)
+
+
+def _pad_token(value: object) -> int | None:
+    """An id, or None for everything else: -1 and null mean that there is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _windows(source: Mapping[str, Any], reader: _Reader, family: str, num_layers: int) -> tuple[int | None, ...]:
@@ -178,6 +184,7 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=token_ids(source.get("eos_token_id"), "eos_token_id"),
         checkpoint_dtype=dtype,
         max_model_len=_longest(rope, max_positions),
+        pad_token_id=_pad_token(source.get("pad_token_id")),
     )
 
 

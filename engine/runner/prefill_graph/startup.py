@@ -95,7 +95,10 @@ class PrefillGraphStart:
     def _capture(self, kv: KvCache) -> None:
         from engine.runner.prefill_graph.runner import create_for_prefill
 
-        graphs, problem = create_for_prefill(self._runner, kv, self.buckets, self._settings)
+        runner, buckets, settings = self._runner, self.buckets, self._settings
+        graphs, problem = create_for_prefill(
+            lambda scratch: runner.new_prefill_graphs(scratch, buckets, settings), kv, buckets[-1], runner.session
+        )
         if graphs is None:
             self.answer = GateAnswer(PrefillGraphStatus.CAPTURE_UNAVAILABLE, problem)
             return
