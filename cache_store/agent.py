@@ -2,6 +2,9 @@
 
 All sockets and all state live on the agent's own thread, an asyncio loop. The methods of `CacheStoreAgent` may be
 called from any thread, never block, and never raise for what happens on the network: news come as events.
+
+With a pool on a device (`StagedKvPool`) what the engine says may be true only once the device gets there: `mark` gives
+the point, and what is said with it, and everything said after that, takes effect when the point is reached.
 """
 
 from __future__ import annotations
@@ -27,15 +30,17 @@ from cache_store.events import (
     LoadFailed,
     Observation,
 )
+from cache_store.handshake import Offer, this_host
 from cache_store.layout import AgentIdentity, GroupLayout
 from cache_store.lease import LeaseTable
-from cache_store.observations import TRANSPORT, ObservationBuffer
+from cache_store.observations import GRPC, IPC, ObservationBuffer
 from cache_store.parking import ParkingTable
 from cache_store.peers import PeerState
-from cache_store.pool import KvPool
+from cache_store.pool import KvPool, StagedKvPool
 from cache_store.puller import Puller, abort_source
 from cache_store.service import CacheStoreService
-from cache_store.settings import AgentSettings
+from cache_store.settings import TRANSPORTS, AgentSettings
+from cache_store.staging import Completions, MemoryUnavailable, Staging, Ticket
 from cache_store.wire import SERVICE
 from protos import common_pb2
 from rpc.channels import bulk_server_options
@@ -100,8 +105,24 @@ class CacheStoreAgent:
             observe=observe,
         )
         self._parking = ParkingTable(settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock)
+        self._staging: Staging | None = None
+        self._marks: Completions | None = None
+        if isinstance(pool, StagedKvPool):
+            slot_bytes = max(settings.chunk_bytes, *(group.block_bytes for group in identity.groups))
+            self._staging = Staging(pool.copies, settings.staging_slots, slot_bytes)
+            self._marks = Completions("kv-marks")
+        self._offer = make_offer(pool, settings)
         self._service = CacheStoreService(
-            identity, pool, settings, self._table, self._parking, observe, self._changed, clock
+            identity,
+            pool,
+            self._staging,
+            self._offer,
+            settings,
+            self._table,
+            self._parking,
+            observe,
+            self._changed,
+            clock,
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,15 +149,34 @@ class CacheStoreAgent:
     def close(self, timeout_s: float) -> None:
         """Stops serving; open loads end with SERVER_DRAINING. Waits for the thread to end, `timeout_s` at the most."""
         thread = self._thread
-        if thread is None:
-            return
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed already
-                loop.call_soon_threadsafe(self._closing.set)
-        thread.join(timeout_s)
-        if thread.is_alive():
-            _log.warning("the cache store's thread is still busy after %.1f s", timeout_s)
+        if thread is not None:
+            loop = self._loop
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):  # closed already
+                    loop.call_soon_threadsafe(self._closing.set)
+            thread.join(timeout_s)
+            if thread.is_alive():
+                _log.warning("the cache store's thread is still busy after %.1f s", timeout_s)
+                return
+        if self._marks is not None:
+            self._marks.close()
+        if self._staging is not None:
+            self._staging.close()
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How KV can travel from and to here, best first."""
+        return self._offer.transports
+
+    @property
+    def on_device(self) -> bool:
+        """What the engine has queued to compute is done later: publish it with a mark."""
+        return self._marks is not None
+
+    def mark(self) -> Ticket | None:
+        """The present end of what the calling thread has queued to compute; None where computed means done."""
+        pool = self._pool
+        return pool.copies.mark() if isinstance(pool, StagedKvPool) else None
 
     # ---- prefill side
 
@@ -155,19 +195,19 @@ class CacheStoreAgent:
         own = {tag: list(ids) for tag, ids in blocks.items()}
         self._post(self._do_admit, request_key, generation, prompt_tokens, own, ready_blocks)
 
-    def publish(self, request_key: str, group: str, layer: int, upto_block: int) -> None:
-        """Blocks [0, upto_block) of that layer are final. Ignored when the lease has ended.
+    def publish(self, request_key: str, group: str, layer: int, upto_block: int, after: Ticket | None = None) -> None:
+        """Blocks [0, upto_block) of that layer are final, `after` that point. Ignored when the lease has ended.
 
         When the agent is too far behind, the request fails with CACHE_STORE_PUSH_ITEM_FAILED instead of waiting.
         """
         if self._full():
             self._post(self._do_fail, request_key, _queue_full())
         else:
-            self._post(self._do_publish, request_key, group, layer, upto_block, self._clock())
+            self._post_after(after, request_key, self._do_publish, request_key, group, layer, upto_block)
 
     def computed(self, request_key: str, result: common_pb2.PrefillResult, hold: bool) -> None:
         """Every prompt block was published. The lease clock starts; without `hold` the lease ends with its readers."""
-        self._post(self._do_computed, request_key, result, hold, self._clock())
+        self._post_after(None, request_key, self._do_computed, request_key, result, hold)
 
     def fail(self, request_key: str, error: BatonError) -> None:
         """The request failed or was aborted: open, parked and later loads of the key end with `error`."""
@@ -198,6 +238,7 @@ class CacheStoreAgent:
     ) -> None:
         """Pulls blocks into the pool: per group the first block's index in the request and the physical ids here.
 
+        Nothing is written into them before what the calling thread has queued to compute is done.
         `deadline_s` is the time the request has left. Exactly one LoadDone or LoadFailed follows; a second `load` of a
         key that is open is a mistake of the caller, which is logged and ignored.
         """
@@ -212,7 +253,7 @@ class CacheStoreAgent:
         now = self._clock()
         deadline = math.inf if deadline_s is None else now + deadline_s
         own = {tag: (first, list(ids)) for tag, (first, ids) in wanted.items()}
-        self._post(self._do_load, request_key, source, prompt_tokens, own, deadline, reload, now)
+        self._post(self._do_load, request_key, source, prompt_tokens, own, deadline, reload, now, self.mark())
 
     def cancel_load(self, request_key: str, error: BatonError) -> None:
         """Gives up: P may free the KV at once. An open load ends with LoadFailed once nothing can write its blocks.
@@ -266,7 +307,22 @@ class CacheStoreAgent:
     # ---- from the engine's threads to the agent's
 
     def _full(self) -> bool:
-        return len(self._commands) >= MAX_WAITING_PER_SLOT * self.settings.queue_size
+        waiting = len(self._commands) + (0 if self._marks is None else len(self._marks))
+        return waiting >= MAX_WAITING_PER_SLOT * self.settings.queue_size
+
+    def _post_after(self, after: Ticket | None, key: str, command: Callable[..., None], *arguments: Any) -> None:
+        """`command(*arguments, when it became true)`, in the order of these calls; the request fails with its mark."""
+        if self._marks is None:
+            self._post(command, *arguments, self._clock())
+            return
+
+        def reached(failure: BaseException | None) -> None:
+            if failure is None:
+                self._post(command, *arguments, self._clock())
+            else:
+                self._post(self._do_fail, key, _store_failed(failure))
+
+        self._marks.add(after, reached)
 
     def _post(self, command: Callable[..., None], *arguments: Any) -> None:
         with self._lock:
@@ -327,7 +383,9 @@ class CacheStoreAgent:
             _log.exception("cache store: publishing failed")
             self._do_fail(key, _store_failed(error))
             return
-        self._observations.observe("kv_publish_seconds", max(0.0, self._clock() - called_at), transport=TRANSPORT)
+        self._observations.observe(
+            "kv_publish_seconds", max(0.0, self._clock() - called_at), transport=self._offer.transports[0]
+        )
 
     def _do_computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float) -> None:
         try:
@@ -375,6 +433,8 @@ class CacheStoreAgent:
             _log.exception("the cache store's thread ended")
 
     async def _main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
+        if self._staging is not None:
+            self._staging.bind(asyncio.get_running_loop())
         server = GrpcServer(extra=bulk_server_options())
         server.add_service(self._service.add_to, None, SERVICE)
         try:
@@ -395,6 +455,8 @@ class CacheStoreAgent:
             self._puller = Puller(
                 self.identity,
                 self._pool,
+                self._staging,
+                self._offer,
                 self.settings,
                 self._observations.observe,
                 self._emit,
@@ -465,7 +527,20 @@ def _queue_full() -> BatonError:
     return BatonError(ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED, "the cache store's queue is full; try again later")
 
 
-def _store_failed(error: Exception) -> BatonError:
+def make_offer(pool: KvPool, settings: AgentSettings) -> Offer:
+    """What the settings and the pool allow. Without ipc where the memory cannot be shared, with a warning where that
+    could be expected."""
+    allowed = TRANSPORTS if settings.transport == "auto" else (settings.transport,)
+    if IPC not in allowed or not isinstance(pool, StagedKvPool) or not pool.copies.shareable:
+        return Offer(tuple(each for each in allowed if each != IPC) or (GRPC,))
+    try:
+        return Offer(allowed, this_host(), pool.copies.share())
+    except MemoryUnavailable as error:
+        _log.warning("other servers of this machine cannot read the KV memory, so transport ipc is left out: %s", error)
+        return Offer(tuple(each for each in allowed if each != IPC) or (GRPC,))
+
+
+def _store_failed(error: BaseException) -> BatonError:
     return BatonError(
         ErrorCode.CACHE_STORE_STORE_FAILED,
         "publishing the prompt's KV failed",

@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 from cache_store.checksum import MODES, stricter
 from cache_store.layout import AgentIdentity
-from cache_store.observations import TRANSPORT
+from cache_store.observations import GRPC, IPC
 from cache_store.wire import out_of_range, require
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
 from rpc.version import PROTOCOL_VERSION
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-def make_request(identity: AgentIdentity, expected_engine_id: str, checksum: str) -> cache_store_pb2.HandshakeRequest:
+
+@dataclass(frozen=True)
+class Offer:
+    """What one side can do: the transports, best first, and what ipc needs. `memory` is None where no other process can
+    open this engine's KV memory."""
+
+    transports: tuple[str, ...] = (GRPC,)
+    host_id: str = ""
+    memory: cache_store_pb2.SharedPool | None = None
+
+    @property
+    def shares_memory(self) -> bool:
+        return IPC in self.transports and self.memory is not None
+
+    def without(self, transport: str) -> Offer:
+        return replace(self, transports=tuple(each for each in self.transports if each != transport))
+
+    def choose(self, theirs: Sequence[str], host_id: str) -> str:
+        """The first of the caller's transports that is possible between the two; empty when none is."""
+        for transport in theirs:
+            if transport not in self.transports:
+                continue
+            if transport != IPC or (self.memory is not None and host_id and host_id == self.host_id):
+                return transport
+        return ""
+
+
+def this_host() -> str:
+    """A name of this machine that its processes agree on, also from several containers."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def make_request(
+    identity: AgentIdentity, expected_engine_id: str, checksum: str, offer: Offer
+) -> cache_store_pb2.HandshakeRequest:
     return cache_store_pb2.HandshakeRequest(
         protocol_version=PROTOCOL_VERSION,
         engine_id=identity.engine_id,
@@ -21,8 +64,9 @@ def make_request(identity: AgentIdentity, expected_engine_id: str, checksum: str
         groups=[group.to_proto() for group in identity.groups],
         tp_size=identity.tp_size,
         rank=identity.rank,
-        transports=[TRANSPORT],
+        transports=offer.transports,
         checksum=checksum,
+        host_id=offer.host_id,
     )
 
 
@@ -41,7 +85,7 @@ def _layout(group: common_pb2.KvGroup) -> str:
     )
 
 
-def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest) -> dict[str, str]:
+def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest, offer: Offer) -> dict[str, str]:
     """Every fact that keeps the caller and `identity` from working as a pair: name to "caller's value / own value"."""
     facts: dict[str, str] = {}
 
@@ -58,13 +102,17 @@ def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeR
     for tag in sorted(theirs.keys() & own.keys())[:16]:
         if theirs[tag] != own[tag]:
             facts[f"group {tag[:32]}"] = f"{_layout(theirs[tag])[:128]} / {_layout(own[tag])}"
-    if TRANSPORT not in request.transports:
-        facts["transports"] = f"{', '.join(request.transports)[:64]} / {TRANSPORT}"
+    if not offer.choose(request.transports, request.host_id):
+        facts["transports"] = f"{', '.join(request.transports)[:64]} / {', '.join(offer.transports)}"
     return facts
 
 
 def answer(
-    identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest, checksum: str, lease_seconds: float
+    identity: AgentIdentity,
+    request: cache_store_pb2.HandshakeRequest,
+    offer: Offer,
+    checksum: str,
+    lease_seconds: float,
 ) -> cache_store_pb2.HandshakeResponse:
     """The response, or ERROR_GENERATE_CONFIG_FORMAT (a field is absent), INVALID_PARAMS, PEER_RESTARTED,
     INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED, in this order."""
@@ -77,7 +125,7 @@ def answer(
         raise out_of_range("rank", request.rank, f"[0, tp_size {request.tp_size})")
     if request.expected_engine_id != identity.engine_id:
         raise restarted(request.expected_engine_id, identity.engine_id)
-    facts = differing_facts(identity, request)
+    facts = differing_facts(identity, request, offer)
     if facts:
         raise BatonError(
             ErrorCode.INCOMPATIBLE_PEER,
@@ -91,11 +139,13 @@ def answer(
             "the tensor-parallel sizes of the two servers do not divide; choose sizes of which one divides the other",
             metadata={"tp_size": f"{request.tp_size} / {identity.tp_size}"},
         )
+    transport = offer.choose(request.transports, request.host_id)
     return cache_store_pb2.HandshakeResponse(
         engine_id=identity.engine_id,
         tp_size=identity.tp_size,
         rank=identity.rank,
-        transport=TRANSPORT,
+        transport=transport,
+        memory=offer.memory if transport == IPC else None,
         checksum=stricter(request.checksum, checksum),
         lease_seconds=lease_seconds,
     )

@@ -231,6 +231,7 @@ class LeaseTable:
         prompt_tokens: int,
         wanted: tuple[WantedGroup, ...],
         chunk_bytes: int,
+        direct: bool = False,
     ) -> Reader | None:
         """A reader of the key's blocks; None when the key is not admitted yet, so that the load has to be parked."""
         lease = self._leases.get(key)
@@ -259,7 +260,7 @@ class LeaseTable:
                     f"blocks [{group.first_block}, {group.end}) of {group.layout.tag!r}, staged are {have}"
                 )
         lease.loads += 1
-        lease.reader = Reader(lease, wanted, chunk_bytes, self._clock())
+        lease.reader = Reader(lease, wanted, chunk_bytes, self._clock(), direct)
         self._mark(lease, "load_opened")
         return lease.reader
 
@@ -273,13 +274,14 @@ class LeaseTable:
         lease.reader = None
         if lease.state is LeaseState.ENDING:
             self._finish(lease, lease.outcome, lease.error)
-        elif lease.state is LeaseState.COMPUTED and not lease.hold:
+        elif lease.state is LeaseState.COMPUTED and not lease.hold and not (sent and reader.direct):
             self._end(lease, "released", self._gone("the prompt's KV was not kept"))
         elif lease.state is LeaseState.COMPUTED:
             lease.expires_at = self._clock() + self.lease_seconds
 
-    def renew(self, key: str, generation: int | None) -> float:
-        """Renewal for a request that waits on the decode server; seconds until the lease ends."""
+    def renew(self, key: str, generation: int | None, source: str = "queued") -> float:
+        """Renewal for a request that waits on the decode server, or reads (source `open_load`); seconds until the lease
+        ends. Success says that the blocks of this generation were never given back up to now."""
         lease = self._leases.get(key)
         try:
             if lease is None:
@@ -296,9 +298,9 @@ class LeaseTable:
                 raise again(lease.error)
         except BatonError as error:
             ended = error.code is ErrorCode.KV_LEASE_EXPIRED and error.metadata.get("kind") != "unknown"
-            self._observe("kv_lease_renewals_total", source="queued", result="expired" if ended else "unknown")
+            self._observe("kv_lease_renewals_total", source=source, result="expired" if ended else "unknown")
             raise
-        self._observe("kv_lease_renewals_total", source="queued", result="ok")
+        self._observe("kv_lease_renewals_total", source=source, result="ok")
         if lease.state is LeaseState.COMPUTED:
             lease.expires_at = self._clock() + self.lease_seconds
         return self.lease_seconds

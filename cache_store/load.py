@@ -16,7 +16,7 @@ from typing import NoReturn
 from cache_store import checksum
 from cache_store.events import Timeline
 from cache_store.layout import GroupLayout
-from cache_store.observations import TRANSPORT, Observe, ignore
+from cache_store.observations import GRPC, IPC, Observe, ignore
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
 
@@ -36,7 +36,8 @@ TERMINAL = frozenset({LoadState.COMPLETE, LoadState.FAILED})
 class WantedHere:
     """Blocks of one group that this side wants, and where they go.
 
-    `ranges` are the bytes inside a block that the payload of a piece fills (see GroupLayout.partition_ranges).
+    `ranges` are the bytes inside a block that the payload of a piece fills: those of share `partition_id` of
+    `partition_count` (see GroupLayout.partition_ranges).
     """
 
     layout: GroupLayout
@@ -44,6 +45,8 @@ class WantedHere:
     block_ids: list[int]
     piece_bytes: int
     ranges: tuple[tuple[int, int], ...]
+    partition_count: int = 1
+    partition_id: int = 0
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Load:
     clock: Callable[[], float] = time.monotonic
     clock_ns: Callable[[], int] = time.monotonic_ns
     observe: Observe = ignore
+    transport: str = GRPC
     state: LoadState = LoadState.REQUESTED
     error: BatonError | None = None
     generation: int | None = None
@@ -116,7 +120,10 @@ class Load:
         self._last_progress = self.clock()
 
     def expect(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> WantedHere:
-        """Checks a piece event against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH."""
+        """Checks a piece event against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH.
+
+        With the transport ipc an event has no bytes, and says where each block lies instead.
+        """
         pending = self._pending.get(header.group)
         layer = header.layer
         where = f"{header.group[:32]!r}, layer {layer}"
@@ -126,7 +133,9 @@ class Load:
             self._count("unknown", max(1, len(header.blocks)))
             self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
         wanted, blocks = pending.wanted, header.blocks
-        if header.block_bytes != wanted.piece_bytes or data_bytes != wanted.piece_bytes * len(blocks) or not blocks:
+        direct = self.transport == IPC
+        expected_bytes = 0 if direct else wanted.piece_bytes * len(blocks)
+        if header.block_bytes != wanted.piece_bytes or data_bytes != expected_bytes or not blocks:
             self.fail_with(
                 _mismatch(
                     "a KV block arrived with another length than agreed",
@@ -134,6 +143,8 @@ class Load:
                     f"expected {wanted.piece_bytes} bytes each",
                 )
             )
+        if len(header.source_blocks) != (len(blocks) if direct else 0):
+            self.fail_with(breach("a piece event of another transport than agreed"))
         arrived = pending.arrived[layer]
         before = -1
         for block in blocks:
@@ -145,6 +156,8 @@ class Load:
                 self._count("duplicate")
                 self.fail_with(_mismatch("a KV block arrived twice", f"{where}, block {block}"))
             before = block
+        if direct:
+            return wanted  # never copied through a buffer that something else could have damaged
         if checksum.covered(self.checksum_mode, layer, blocks[0]) and len(header.checksums) != len(blocks):
             self._count("checksum", len(blocks))
             self.fail_with(
@@ -166,13 +179,17 @@ class Load:
             self._count("checksum")
             self.fail_with(error)
 
-    def on_delivered(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> None:
-        """The payload of an expected event is in the pool."""
+    def on_taken(self, header: cache_store_pb2.PieceHeader) -> None:
+        """An expected event is being copied into the pool: from now on a second one of its blocks is a duplicate."""
         pending = self._pending[header.group]
         arrived = pending.arrived[header.layer]
         first = pending.wanted.first_block
         for block in header.blocks:
             arrived[block - first] = 1
+
+    def on_delivered(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> None:
+        """The payload of an event that was taken is in the pool."""
+        pending = self._pending[header.group]
         count = len(header.blocks)
         pending.missing[header.layer] -= count
         self.missing -= count
@@ -180,7 +197,7 @@ class Load:
         self.bytes_received += data_bytes
         self._last_progress = self.clock()
         self._count("ok", count)
-        self.observe("kv_transfer_bytes_total", data_bytes, transport=TRANSPORT, direction="received")
+        self.observe("kv_transfer_bytes_total", data_bytes, transport=self.transport, direction="received")
         if not pending.missing[header.layer]:
             tag = "" if len(self._pending) == 1 else f"{header.group}:"
             self._mark(f"layer_received:{tag}{header.layer}")
@@ -267,7 +284,7 @@ class Load:
         return {"delivered": str(self.delivered), "missing": str(self.missing)}
 
     def _count(self, result: str, count: int = 1) -> None:
-        self.observe("kv_transfer_pieces_total", count, transport=TRANSPORT, result=result)
+        self.observe("kv_transfer_pieces_total", count, transport=self.transport, result=result)
 
     def _mark(self, name: str) -> None:
         self.events.append((name, self.clock_ns()))

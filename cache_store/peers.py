@@ -1,9 +1,10 @@
-"""D's view of prefill servers: channels, handshakes, and the two control calls."""
+"""D's view of prefill servers: channels, handshakes, memory of peers on this machine, and the two control calls."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ import grpc
 import grpc.aio
 
 from cache_store import handshake
+from cache_store.handshake import Offer
 from cache_store.layout import AgentIdentity
-from cache_store.observations import Observe
+from cache_store.observations import IPC, Observe
 from cache_store.service import handshake_result
 from cache_store.settings import AgentSettings
+from cache_store.staging import CopyEngine, MemoryUnavailable, PeerMemory
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from rpc.channels import ChannelPool, Connection
@@ -26,12 +29,48 @@ from rpc.status import from_rpc_error
 
 FORGET_LOST_S = 600.0
 
+_log = logging.getLogger(__name__)
+
 
 class PeerState(StrEnum):
     NEW = "new"
     CONNECTED = "connected"
     INCOMPATIBLE = "incompatible"
     LOST = "lost"
+
+
+class OpenMemory:
+    """Memory of a peer's engine, opened. It is closed when it has been retired and no load reads it any more: a mapping
+    keeps the memory of an engine that has ended, so a lost peer's is given up."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self.memory = memory
+        self._users = 0
+        self._retired = False
+
+    def hold(self) -> None:
+        self._users += 1
+
+    def drop(self) -> None:
+        self._users -= 1
+        self._close_if_unused()
+
+    def retire(self) -> None:
+        if not self._retired:
+            self._retired = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._retired and not self._users:
+            # It may take a driver milliseconds, and nobody waits for it.
+            asyncio.get_running_loop().run_in_executor(None, _close, self.memory)
+
+
+def _close(memory: PeerMemory) -> None:
+    try:
+        memory.close()
+    except Exception:
+        _log.exception("cache store: the memory of a lost peer cannot be closed")
 
 
 @dataclass(eq=False)
@@ -43,8 +82,15 @@ class Peer:
     engine_id: str = ""
     checksum: str = ""
     lease_seconds: float = 0.0
+    memory: OpenMemory | None = None  # with the transport ipc
+    closed_to_us: str = ""  # engine whose memory could not be opened
     lost_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def forget_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.retire()
+        self.memory = None
 
 
 def request_metadata(request_key: str) -> tuple[tuple[str, str], ...]:
@@ -58,11 +104,16 @@ class Peers:
         self,
         identity: AgentIdentity,
         settings: AgentSettings,
+        offer: Offer,
+        copies: CopyEngine | None,
         observe: Observe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`copies` opens the memory of peers where the offer has ipc."""
         self._identity = identity
         self._settings = settings
+        self._offer = offer
+        self._copies = copies
         self._observe = observe
         self._clock = clock
         self._peers: dict[str, Peer] = {}
@@ -84,8 +135,8 @@ class Peers:
     async def _connected(self, address: str, bulk_index: int | None = None) -> Connection:
         """A channel with a connection.
 
-        gRPC gives one attempt to connect no more than 100 ms (`grpc.min_reconnect_backoff_ms`), which a busy host may
-        exceed; it goes on trying here until `connect_timeout_s` is over.
+        gRPC gives one attempt to connect a second (`grpc.min_reconnect_backoff_ms`) and goes on trying here until
+        `connect_timeout_s` is over.
         """
         connection = self._channels.connection(address, bulk_index)
         try:
@@ -114,34 +165,46 @@ class Peers:
             while True:
                 attempts -= 1
                 try:
-                    await self._shake_hands(peer, engine_id)
+                    if not await self._shake_hands(peer, engine_id):
+                        await self._shake_hands(peer, engine_id)
                     return peer
                 except BatonError as error:
                     if error.code is not ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED or attempts <= 0:
                         raise
 
-    async def _shake_hands(self, peer: Peer, engine_id: str) -> None:
+    async def _shake_hands(self, peer: Peer, engine_id: str) -> bool:
+        """False: agreed upon ipc, but the peer's memory cannot be opened; the next attempt leaves ipc out."""
         began = self._clock()
         result = "failed"
         try:
-            request = handshake.make_request(self._identity, engine_id, self._settings.checksum)
+            offer = self._offer.without(IPC) if peer.closed_to_us == engine_id else self._offer
+            request = handshake.make_request(self._identity, engine_id, self._settings.checksum, offer)
             data = await self._call(
                 peer.address, "Handshake", request.SerializeToString(), self._settings.connect_timeout_s, ()
             )
             response = pb.HandshakeResponse.FromString(data)
             if response.engine_id != engine_id:
                 raise handshake.restarted(engine_id, response.engine_id)
-            if response.lease_seconds <= 0 or not response.checksum:
+            if response.lease_seconds <= 0 or not response.checksum or response.transport not in offer.transports:
                 raise BatonError(
                     ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
                     "the prefill server's answer breaks the protocol",
                     metadata={"contract_breach": "absent_field", "breach": "handshake without its result"},
                 )
+            memory = None
+            if response.transport == IPC:
+                memory = await self._open(peer, engine_id, response.memory)
+                if memory is None:
+                    result = "ok"
+                    return False
+            peer.forget_memory()
+            peer.memory = memory
             peer.state = PeerState.CONNECTED
             peer.engine_id = engine_id
             peer.checksum = response.checksum
             peer.lease_seconds = response.lease_seconds
             result = "ok"
+            return True
         except BatonError as error:
             result = handshake_result(error)
             if result == "restarted":
@@ -151,6 +214,32 @@ class Peers:
         finally:
             self._observe("handshakes_total", result=result)
             self._observe("handshake_seconds", self._clock() - began, result=result)
+
+    async def _open(self, peer: Peer, engine_id: str, shared: pb.SharedPool) -> OpenMemory | None:
+        """The peer's memory. None: it cannot be opened, which is said once, and another transport has to do.
+
+        Raises INCOMPATIBLE_PEER when no other is allowed.
+        """
+        assert self._copies is not None
+        try:
+            self._check_shared(shared)
+            return OpenMemory(await asyncio.to_thread(self._copies.open, shared))
+        except MemoryUnavailable as error:
+            if self._offer.without(IPC).transports:
+                _log.warning("peer=%s: transport ipc is not possible, using grpc: %s", peer.address, error)
+                peer.closed_to_us = engine_id
+                return None
+            raise BatonError(
+                ErrorCode.INCOMPATIBLE_PEER,
+                "the prefill server's KV memory cannot be opened here; use --kv-transport auto",
+                metadata={"transports": str(error)[:256]},
+            ) from None
+
+    def _check_shared(self, shared: pb.SharedPool) -> None:
+        expected = {(group.tag, layer) for group in self._identity.groups for layer in range(group.num_layers)}
+        sizes = {(layer.group, layer.layer): layer.bytes for layer in shared.layers}
+        if sizes.keys() != expected or not all(sizes.values()):
+            raise MemoryUnavailable("the peer shares other layers than the model has")
 
     def note_failure(self, address: str, error: BatonError) -> None:
         """After a failed call: what the peer agreed to no longer holds when it may be another, or gone."""
@@ -165,6 +254,7 @@ class Peers:
         self._channels.check(address)
 
     def _mark(self, peer: Peer, state: PeerState) -> None:
+        peer.forget_memory()
         peer.state = state
         peer.lost_at = self._clock()
 
@@ -177,9 +267,14 @@ class Peers:
                 del self._peers[peer.address]
                 self._channels.evict(peer.address)
 
-    async def renew(self, address: str, reference: pb.KvReference) -> float:
-        """Seconds until the lease ends. Raises what the service raises, and transport failures."""
+    async def renew(self, address: str, reference: pb.KvReference, reading: bool = False) -> float:
+        """Seconds until the lease ends. Raises what the service raises, and transport failures.
+
+        `reading`: blocks were read in the peer's memory; success says that they were the lease's until then.
+        """
         request = pb.RenewLeaseRequest(reference=reference)
+        if reading:
+            request.reading = True
         metadata = request_metadata(reference.request_key)
         data = await self._call(
             address, "RenewLease", request.SerializeToString(), self._settings.call_timeout_s, metadata
@@ -194,6 +289,8 @@ class Peers:
         return pb.ReleaseResponse.FromString(data).found
 
     async def close(self) -> None:
+        for peer in self._peers.values():
+            peer.forget_memory()
         await self._channels.close()
 
     async def _call(

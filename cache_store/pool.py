@@ -6,25 +6,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from cache_store.layout import GroupLayout
+from cache_store.staging import CopyEngine
 
 
 class KvPool(Protocol):
     """KV memory of one rank, addressed by (group tag, layer, physical block id).
 
     Which blocks may be read or written at a time is the business of the engine's allocator and of the leases; the pool
-    only knows where they lie.
+    only knows where they lie. It is a `HostKvPool` or a `StagedKvPool`.
     """
-
-    def piece(self, group: str, layer: int, block_id: int, count: int = 1) -> memoryview:
-        """Writable view (format 'B', contiguous) of `count` consecutive blocks of one layer; aliases the pool.
-
-        Raises IndexError beyond the pool, KeyError for an unknown group.
-        """
-        ...
 
     def num_blocks(self, group: str) -> int:
         """Physical blocks of the group; ids are [0, num_blocks)."""
         ...
+
+
+class StagedKvPool:
+    """A pool whose memory only its copy engine reaches, as on an accelerator."""
+
+    def __init__(self, num_blocks: Mapping[str, int], copies: CopyEngine) -> None:
+        self.copies = copies
+        self._num_blocks = dict(num_blocks)
+
+    def num_blocks(self, group: str) -> int:
+        return self._num_blocks[group]
 
 
 class HostKvPool:
@@ -49,6 +54,10 @@ class HostKvPool:
             self._num_blocks[layout.tag] = min(sizes) // layout.block_bytes
 
     def piece(self, group: str, layer: int, block_id: int, count: int = 1) -> memoryview:
+        """Writable view (format 'B', contiguous) of `count` consecutive blocks of one layer; aliases the pool.
+
+        Raises IndexError beyond the pool, KeyError for an unknown group.
+        """
         if block_id < 0 or count < 1 or block_id + count > self._num_blocks[group]:
             raise IndexError(
                 f"blocks [{block_id}, {block_id + count}) of {group!r} are outside [0, {self._num_blocks[group]})"

@@ -1,7 +1,8 @@
 """D's side of the cache store: keeps leases alive while requests are queued, and pulls their KV into the pool.
 
 A load has one leg per prefill rank that it reads from; with equal tensor-parallel sizes that is one. Each leg is one
-`Load` stream and the only writer of its blocks, so a load is quiescent as soon as its legs' tasks have ended.
+`Load` stream and the only writer of its blocks, and its task ends only after the copies that it has begun, so a load is
+quiescent as soon as its legs' tasks have ended.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from google.protobuf.message import DecodeError
 
 from cache_store import wire
 from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed
+from cache_store.handshake import Offer
+from cache_store.landing import FetchLanding, HostLanding, Landing, StagedLanding
 from cache_store.layout import AgentIdentity
 from cache_store.load import Load, LoadState, WantedHere, breach
-from cache_store.observations import TRANSPORT, Observe
-from cache_store.peers import Peer, Peers, request_metadata
-from cache_store.pool import KvPool
+from cache_store.observations import GRPC, IPC, Observe
+from cache_store.peers import OpenMemory, Peer, Peers, request_metadata
+from cache_store.pool import HostKvPool, KvPool
 from cache_store.service import observe_failure
 from cache_store.settings import AgentSettings
+from cache_store.staging import Staging, Ticket
 from cache_store.tp_mapping import UNMAPPED, PeerShare, peer_address, read_plan
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
@@ -51,6 +55,7 @@ _RETRIABLE = frozenset(
         ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
         ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
         ErrorCode.CACHE_STORE_STORE_FAILED,
+        ErrorCode.READ_TRANSFER_NOT_DONE,
         ErrorCode.KV_CHECKSUM_MISMATCH,
     }
 )
@@ -65,6 +70,7 @@ class _Leg:
     address: str
     share: PeerShare
     generation: int | None = None  # of an earlier load of the key, then of this one
+    transport: str = GRPC
     load: Load | None = None
     sent: bool = False  # the stream was opened, so P may have counted it
 
@@ -80,6 +86,7 @@ class _Job:
     deadline: float
     reload: bool
     began: float
+    after: Ticket | None  # the computation uses the blocks up to this point
     legs: list[_Leg] = field(default_factory=list)
     error: BatonError | None = None
     task: asyncio.Task[None] | None = None
@@ -88,6 +95,11 @@ class _Job:
     def fail(self, error: BatonError) -> None:
         if self.error is None:
             self.error = error
+
+    @property
+    def transport(self) -> str:
+        """Label of the load's figures."""
+        return next((leg.transport for leg in self.legs if leg.sent), GRPC)
 
 
 @dataclass(eq=False)
@@ -106,6 +118,8 @@ class Puller:
         self,
         identity: AgentIdentity,
         pool: KvPool,
+        staging: Staging | None,
+        offer: Offer,
         settings: AgentSettings,
         observe: Observe,
         emit: Callable[[AgentEvent], None],
@@ -114,12 +128,14 @@ class Puller:
     ) -> None:
         self._identity = identity
         self._pool = pool
+        self._staging = staging
         self._settings = settings
         self._observe = observe
         self._emit = emit
         self._spawn = spawn
         self._clock = clock
-        self.peers = Peers(identity, settings, observe, clock)
+        copies = None if staging is None else staging.copies
+        self.peers = Peers(identity, settings, offer, copies, observe, clock)
         self._jobs: dict[str, _Job] = {}
         self._renewals: dict[str, tuple[KvSourceRef, asyncio.Task[None]]] = {}
         self._kept: dict[str, _Kept] = {}
@@ -144,11 +160,12 @@ class Puller:
         deadline: float,
         reload: bool,
         began: float,
+        after: Ticket | None = None,
     ) -> None:
         if key in self._jobs:
             raise ValueError(f"a load of {key} is open already")
         self.forget(key)
-        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began)
+        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began, after)
         kept = self._kept.pop(key, None)
         try:
             job.legs = self._plan(job, kept)
@@ -270,6 +287,9 @@ class Puller:
     async def _pull(self, job: _Job, leg: _Leg) -> None:
         await fault_async("cache_store.load_start", key=job.key, peer=leg.address)
         peer, channel = await self._connect(job, leg)
+        # A peer that was lost a moment ago has no memory any more; whatever else is wrong with it, the call will show.
+        memory = peer.memory
+        leg.transport = GRPC if memory is None else IPC
         load = leg.load = Load(
             self._wanted(job, leg.share),
             peer.checksum,
@@ -278,6 +298,7 @@ class Puller:
             job.deadline,
             self._clock,
             observe=self._observe,
+            transport=leg.transport,
         )
         timeout = None if math.isinf(job.deadline) else max(0.001, job.deadline - self._clock())
         stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{wire.SERVICE}/Load")
@@ -285,8 +306,9 @@ class Puller:
         call = stub(
             self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=request_metadata(job.key)
         )
+        landing = self._landing(job, leg, memory, load, call.cancel)
         try:
-            await self._receive(load, call)
+            await self._receive(load, call, landing)
         except grpc.RpcError as exc:
             # The call's own deadline is that of the request.
             limited = not math.isinf(job.deadline)
@@ -302,6 +324,23 @@ class Puller:
         finally:
             leg.generation = load.generation if load.generation is not None else leg.generation
             call.cancel()
+            await landing.quiet()
+
+    def _landing(
+        self, job: _Job, leg: _Leg, memory: OpenMemory | None, load: Load, wake: Callable[[], object]
+    ) -> Landing:
+        staging = self._staging
+        if staging is None:
+            assert isinstance(self._pool, HostKvPool)
+            return HostLanding(self._pool)
+        if memory is None:
+            return StagedLanding(staging, wake, job.after)
+        share = leg.share
+
+        async def prove() -> None:
+            await self.peers.renew(leg.address, self._reference(job.key, job.source, load.generation), reading=True)
+
+        return FetchLanding(staging, wake, job.after, memory, share.source_count, share.source_id, prove)
 
     async def _connect(self, job: _Job, leg: _Leg) -> tuple[Peer, grpc.aio.Channel]:
         """The peer, after a handshake, and a channel to it that is connected."""
@@ -314,7 +353,7 @@ class Puller:
                 ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"
             ) from None
 
-    async def _receive(self, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
+    async def _receive(self, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any], landing: Landing) -> None:
         """Reads the stream to its end, as long as the load allows it to take."""
         watch = _Watch(load, call.cancel, self._clock)
         try:
@@ -322,21 +361,22 @@ class Puller:
                 message = await call.read()
                 if message is grpc.aio.EOF:
                     break
-                self._consume(load, cast(bytes, message))
+                await self._consume(load, cast(bytes, message), landing)
                 watch.moved()
         except asyncio.CancelledError:
             if watch.fired:
                 raise load.on_timeout() from None
+            landing.check(load)
             raise
         finally:
             watch.stop()
         load.on_end()
 
-    def _consume(self, load: Load, message: bytes) -> None:
+    async def _consume(self, load: Load, message: bytes, landing: Landing) -> None:
         try:
             piece = wire.split_piece(message)
             if piece is not None:
-                self._store(load, *piece)
+                await landing.store(load, *piece)
                 return
             event = pb.LoadEvent.FromString(message)
         except DecodeError:
@@ -345,19 +385,14 @@ class Puller:
         if sum(kinds) != 1:
             load.fail_with(breach("an event of no kind, or of two"))
         if event.HasField("pieces"):
-            self._store(load, event.pieces, memoryview(event.data))
+            await landing.store(load, event.pieces, memoryview(event.data))
         elif event.HasField("started"):
             load.on_started(event.started)
         elif event.HasField("done"):
+            await landing.settle(load)
             load.on_done(event.done)
         else:
             load.on_state(event.state)
-
-    def _store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
-        wanted = load.expect(header, data.nbytes)
-        load.verify(header, data)
-        write_blocks(self._pool, wanted, header.layer, header.blocks, data)
-        load.on_delivered(header, data.nbytes)
 
     def _wanted(self, job: _Job, share: PeerShare) -> tuple[WantedHere, ...]:
         groups = []
@@ -366,7 +401,7 @@ class Puller:
             assert layout is not None  # checked by _plan
             ranges = layout.partition_ranges(share.dest_count, share.dest_id)
             size = sum(stop - start for start, stop in ranges)
-            groups.append(WantedHere(layout, first_block, list(ids), size, ranges))
+            groups.append(WantedHere(layout, first_block, list(ids), size, ranges, share.dest_count, share.dest_id))
         return tuple(groups)
 
     def _request(self, job: _Job, leg: _Leg, load: Load) -> pb.LoadRequest:
@@ -389,6 +424,7 @@ class Puller:
             prompt_tokens=job.prompt_tokens,
             checksum=load.checksum_mode,
             chunk_bytes=self._settings.chunk_bytes,
+            transport=leg.transport,
         )
 
     @staticmethod
@@ -419,9 +455,9 @@ class Puller:
             result = loads[0].result
             assert result is not None  # COMPLETE
             exposed = max(load.exposed_seconds(now) for load in loads)
-            self._observe("kv_transfer_seconds", now - job.began, transport=TRANSPORT, outcome="ok")
-            self._observe("kv_transfer_exposed_seconds", exposed, transport=TRANSPORT)
-            self._observe("kv_transfer_size_bytes", size, transport=TRANSPORT)
+            self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
+            self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
+            self._observe("kv_transfer_size_bytes", size, transport=job.transport)
             self._emit(LoadDone(job.key, result, size, now - job.began, exposed, events))
             self._release_all(job.key, job.source, generations, None)
             return
@@ -449,16 +485,18 @@ class Puller:
             self._kept[job.key] = _Kept(job.source, generations, now + lease_s)
         elif error.code not in _NOT_OURS and job.legs:
             self._release_all(job.key, job.source, generations, error)
-        self._emit(LoadFailed(job.key, error, delivered, missing, retriable, events))
+        # With ipc, bytes that were read late may be those of another request.
+        foreign = any(leg.transport == IPC and leg.sent for leg in job.legs)
+        self._emit(LoadFailed(job.key, error, delivered, missing, retriable, events, foreign))
 
     def _report(self, job: _Job, error: BatonError, delivered: int, wanted: int, now: float) -> None:
         outcome = "failed" if job.cancelled_at is None else "aborted"
-        self._observe("kv_transfer_seconds", now - job.began, transport=TRANSPORT, outcome=outcome)
+        self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome=outcome)
         if job.cancelled_at is not None:
             self._observe("aborts_total", leg="cache_store", source=abort_source(error))
-            self._observe("kv_quarantine_seconds", now - job.cancelled_at, transport=TRANSPORT)
+            self._observe("kv_quarantine_seconds", now - job.cancelled_at, transport=job.transport)
             return
-        observe_failure(self._observe, error)
+        observe_failure(self._observe, error, job.transport)
         if error.breach:
             self._observe("contract_breaches_total", kind=error.breach)
         _log.warning(
@@ -541,27 +579,6 @@ class _Watch:
 
     def stop(self) -> None:
         self._timer.cancel()
-
-
-def write_blocks(pool: KvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview) -> None:
-    """Copies the payload of a piece event to its places: blocks that are neighbours in the pool in one go."""
-    tag, size = wanted.layout.tag, wanted.piece_bytes
-    ids = [wanted.block_ids[block - wanted.first_block] for block in blocks]
-    if size < wanted.layout.block_bytes:
-        for index, block_id in enumerate(ids):
-            target = pool.piece(tag, layer, block_id)
-            at = index * size
-            for start, stop in wanted.ranges:
-                target[start:stop] = data[at : at + stop - start]
-                at += stop - start
-        return
-    at = 0
-    while at < len(ids):
-        stop = at + 1
-        while stop < len(ids) and ids[stop] == ids[stop - 1] + 1:
-            stop += 1
-        pool.piece(tag, layer, ids[at], stop - at)[:] = data[at * size : stop * size]
-        at = stop
 
 
 def abort_source(error: BatonError) -> str:

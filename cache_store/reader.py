@@ -56,13 +56,19 @@ def _nothing() -> None:
 class Reader:
     """A reader holds its lease's blocks until it is closed (`LeaseTable.close_load`).
 
+    With `direct` the peer reads the blocks itself, after it was told of them: it may read on when the reader is closed,
+    and asks then whether the lease still stands. So a lease outlives its direct reader even when nothing else holds it.
+
     `notify` is called whenever there may be something new: blocks, a state, or `stop`, the error with which the stream
     has to end.
     """
 
-    def __init__(self, lease: Lease, wanted: tuple[WantedGroup, ...], chunk_bytes: int, now: float) -> None:
+    def __init__(
+        self, lease: Lease, wanted: tuple[WantedGroup, ...], chunk_bytes: int, now: float, direct: bool = False
+    ) -> None:
         self.lease = lease
         self.wanted = wanted
+        self.direct = direct
         self.state = ReaderState.OPEN
         self.stop: BatonError | None = None
         self.notify: Callable[[], None] = _nothing

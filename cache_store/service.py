@@ -1,8 +1,8 @@
 """The CacheStore service of one agent: what peers may ask of the KV that is staged here.
 
 Handlers take and give raw bytes (see wire.py) and run on the agent's loop, which owns all state. Memory per reader is
-bounded by the transport: the next event is put together only after the last one was accepted, which HTTP/2 flow control
-delays when the reader is slow.
+bounded: the next event is put together only after the last one was accepted (on a device, sending.WINDOW events
+earlier), which HTTP/2 flow control delays when the reader is slow.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from cache_store import checksum, handshake, wire
+from cache_store import handshake, wire
+from cache_store.handshake import Offer
 from cache_store.layout import AgentIdentity
-from cache_store.lease import LeaseState, LeaseTable, again
-from cache_store.observations import TRANSPORT, Observe
+from cache_store.lease import LeaseTable, again
+from cache_store.observations import GRPC, IPC, Observe
 from cache_store.parking import ParkedState, ParkingTable
-from cache_store.pool import KvPool
-from cache_store.reader import Reader, Run, WantedGroup
+from cache_store.pool import HostKvPool, KvPool
+from cache_store.reader import Reader, WantedGroup
+from cache_store.sending import HostSender, Link, NoticeSender, Sender, StagedSender
 from cache_store.settings import AgentSettings
+from cache_store.staging import Staging
 from protos import cache_store_pb2 as pb
-from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import valid_request_id
 from rpc.logs import request_id_var
 
-HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
 STAGE = "publish"
+MAX_NOTICE_BYTES = 1 << 30  # what one event of the transport ipc speaks of
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
-
-_STARTED_RUNNING = pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING).SerializeToString()
-_COMPUTED = pb.LoadEvent(state=pb.COMPUTE_STATE_COMPUTED).SerializeToString()
 
 # Codes that count as failures of the transfer itself; ended leases, aborts and the request's own failures do not.
 TRANSFER_FAILURES = frozenset(
@@ -70,22 +69,27 @@ def _note_request(reference: pb.KvReference) -> None:
         request_id_var.set(request_id)
 
 
-def observe_failure(observe: Observe, error: BatonError) -> None:
+def observe_failure(observe: Observe, error: BatonError, transport: str = GRPC) -> None:
     """Books a failed transfer by its code, and a reference that was not valid by its kind."""
     if error.code in TRANSFER_FAILURES:
-        observe("kv_transfer_failures_total", transport=TRANSPORT, reason=error.code.name)
+        observe("kv_transfer_failures_total", transport=transport, reason=error.code.name)
     kind = STALE_KINDS.get(error.code)
     if kind is not None:
         observe("kv_stale_references_total", kind=error.metadata.get("kind") or kind)
 
 
 class CacheStoreService:
-    """Handlers of the service. `changed` is called after the state of a lease may have changed."""
+    """Handlers of the service. `changed` is called after the state of a lease may have changed.
+
+    `staging` is there when the pool is a StagedKvPool; `offer` is what is said of this side in handshakes.
+    """
 
     def __init__(
         self,
         identity: AgentIdentity,
         pool: KvPool,
+        staging: Staging | None,
+        offer: Offer,
         settings: AgentSettings,
         table: LeaseTable,
         parking: ParkingTable,
@@ -95,6 +99,8 @@ class CacheStoreService:
     ) -> None:
         self._identity = identity
         self._pool = pool
+        self._staging = staging
+        self._offer = offer
         self._settings = settings
         self._table = table
         self._parking = parking
@@ -122,6 +128,7 @@ class CacheStoreService:
             response = handshake.answer(
                 self._identity,
                 wire.parse(pb.HandshakeRequest, data),
+                self._offer,
                 self._settings.checksum,
                 self._settings.lease_seconds,
             )
@@ -141,7 +148,8 @@ class CacheStoreService:
         generation = wire.check_reference(request.reference)
         try:
             self._check_engine(request.reference)
-            remaining = self._table.renew(request.reference.request_key, generation)
+            source = "open_load" if request.reading else "queued"
+            remaining = self._table.renew(request.reference.request_key, generation, source)
         except BatonError as error:
             if error.code is not ErrorCode.KV_LEASE_EXPIRED:  # the table has counted it as a renewal
                 observe_failure(self._observe, error)
@@ -175,10 +183,10 @@ class CacheStoreService:
         try:
             self._check_engine(request.reference)
             reader = await self._open(request, context.peer())
-            await self._serve(reader, request.checksum, context)
+            await self._serve(reader, request, context)
         except BatonError as error:
             error.stage = error.stage or STAGE
-            observe_failure(self._observe, error)
+            observe_failure(self._observe, error, request.transport or GRPC)
             raise
 
     def _check_engine(self, reference: pb.KvReference) -> None:
@@ -223,10 +231,16 @@ class CacheStoreService:
         wanted = self._wanted(request)
         reference = request.reference
         generation = reference.generation if reference.HasField("generation") else None
-        chunk_bytes = min(request.chunk_bytes, self._settings.chunk_bytes)
+        direct = request.transport == IPC
+        if direct and not self._offer.shares_memory:
+            raise wire.out_of_range("transport", request.transport, GRPC)
+        # A notice has no payload: all blocks of a layer that are ready together are one event.
+        chunk_bytes = MAX_NOTICE_BYTES if direct else min(request.chunk_bytes, self._settings.chunk_bytes)
 
         def try_open() -> Reader | None:
-            return self._table.open_load(reference.request_key, generation, request.prompt_tokens, wanted, chunk_bytes)
+            return self._table.open_load(
+                reference.request_key, generation, request.prompt_tokens, wanted, chunk_bytes, direct
+            )
 
         reader = try_open()
         if reader is not None:
@@ -248,9 +262,18 @@ class CacheStoreService:
             raise BatonError(ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "the prefill did not begin in time")
         return reader
 
-    async def _serve(self, reader: Reader, mode: str, context: _Context) -> None:
+    def _sender(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> Sender:
+        link = Link(self._settings, self._observe, self._clock, self.let_go, reader, request.checksum, context)
+        if reader.direct:
+            return NoticeSender(link)
+        if self._staging is not None:
+            return StagedSender(link, self._staging)
+        assert isinstance(self._pool, HostKvPool)
+        return HostSender(link, self._pool)
+
+    async def _serve(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> None:
         try:
-            await _Sender(self, reader, mode, context).run()
+            await self._sender(reader, request, context).run()
         except BatonError:
             raise
         except Exception as error:  # of the pool or of gRPC: the peer gets a cause, the log the rest
@@ -267,160 +290,6 @@ class CacheStoreService:
         """The reader holds the blocks no longer. Idempotent."""
         self._table.close_load(reader, sent)
         self._changed()
-
-    def encode(self, reader: Reader, run: Run, blocks: list[int], mode: str) -> tuple[bytes, int]:
-        """The event with `blocks` of `run`, and the number of its payload bytes. Reads the pool, once."""
-        wanted = run.wanted
-        layout = wanted.layout
-        views = self._views(reader.lease.blocks[layout.tag], wanted, run.layer, blocks)
-        sums: list[int] = []
-        if checksum.covered(mode, run.layer, blocks[0]):
-            for view in views:
-                sums += checksum.checksums(view, wanted.piece_bytes)
-        header = pb.PieceHeader(
-            group=layout.tag,
-            layer=run.layer,
-            blocks=blocks,
-            block_bytes=wanted.piece_bytes,
-            checksums=sums,
-        )
-        return wire.encode_piece(header, views), wanted.piece_bytes * len(blocks)
-
-    def _views(self, ids: list[int], wanted: WantedGroup, layer: int, blocks: list[int]) -> list[memoryview]:
-        """Views of the pool, neighbours in the pool as one; or copies of the wanted share of the heads."""
-        tag = wanted.layout.tag
-        piece = self._pool.piece
-        if wanted.partition_count > 1:
-            ranges = wanted.layout.partition_ranges(wanted.partition_count, wanted.partition_id)
-            whole = [piece(tag, layer, ids[block]) for block in blocks]
-            return [memoryview(b"".join([view[start:stop] for start, stop in ranges])) for view in whole]
-        views = []
-        first = ids[blocks[0]]
-        count = 1
-        for block in blocks[1:]:
-            if ids[block] == first + count:
-                count += 1
-            else:
-                views.append(piece(tag, layer, first, count))
-                first, count = ids[block], 1
-        views.append(piece(tag, layer, first, count))
-        return views
-
-
-class _Sender:
-    """One stream: sends what is ready, sleeps until something is, and ends with the lease's own end."""
-
-    def __init__(self, service: CacheStoreService, reader: Reader, mode: str, context: _Context) -> None:
-        self._service = service
-        self._reader = reader
-        self._mode = mode
-        self._context = context
-        self._changed = asyncio.Event()
-        self._begun = False
-        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        reader.notify = self._notify
-
-    def _notify(self) -> None:
-        self._changed.set()
-        if self._reader.stop is not None and not self._stopped.done():
-            self._stopped.set_result(None)
-
-    async def run(self) -> None:
-        reader = self._reader
-        lease = reader.lease
-        started = pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)
-        await self._write(pb.LoadEvent(started=started).SerializeToString())
-        await self._write(_STARTED_RUNNING)
-        computed = False
-        told = lease.published
-        told_at = self._service._clock()
-        while True:
-            self._changed.clear()
-            if lease.state is LeaseState.COMPUTED and not computed:
-                computed = True
-                await self._write(_COMPUTED)
-            run = reader.next_run()
-            if run is not None:
-                await self._send(run)
-                told, told_at = lease.published, self._service._clock()
-            elif computed:
-                break
-            elif lease.published != told and (wait := told_at + HEARTBEAT_S - self._service._clock()) <= 0:
-                # The reader's progress limit must not strike while the prompt advances in blocks it already has.
-                await self._write(_STARTED_RUNNING)
-                told, told_at = lease.published, self._service._clock()
-            else:
-                await self._sleep(wait if lease.published != told else None)
-        result = lease.result
-        self._service.let_go(reader, sent=True)
-        done = pb.Done(result=result, pieces=reader.pieces_sent)
-        await self._write(pb.LoadEvent(done=done).SerializeToString())
-
-    async def _sleep(self, until_heartbeat: float | None) -> None:
-        """Until the lease changes; raises CACHE_STORE_LOAD_BUFFER_TIMEOUT when nothing happens for too long."""
-        limit = self._service._settings.publish_timeout_s
-        try:
-            async with asyncio.timeout(limit if until_heartbeat is None else until_heartbeat):
-                await self._changed.wait()
-        except TimeoutError:
-            if until_heartbeat is None:
-                raise BatonError(
-                    ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
-                    "the prefill published no KV block in time",
-                    metadata={"waited_s": f"{limit:g}"},
-                ) from None
-        self._check_stop()
-
-    async def _send(self, run: Run) -> None:
-        blocks = list(range(run.first, run.first + run.count))
-        if faults.armed():
-            blocks = [block for block in blocks if not await self._faulty(run, block)]
-            if not blocks:
-                return
-            self._check_stop()
-        message, size = self._service.encode(self._reader, run, blocks, self._mode)
-        await self._write(message)
-        self._reader.sent(len(blocks), self._service._clock())
-        self._service._observe("kv_transfer_bytes_total", size, transport=TRANSPORT, direction="sent")
-
-    async def _faulty(self, run: Run, block: int) -> bool:
-        return await faults.fault_async(
-            "cache_store.send_piece",
-            key=self._reader.lease.key,
-            group=run.wanted.layout.tag,
-            layer=run.layer,
-            block=block,
-        )
-
-    async def _write(self, message: bytes) -> None:
-        """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile.
-
-        The message is a copy, so the reader lets go of the blocks then, whether or not its peer takes the message.
-        """
-        self._check_stop()
-        write = asyncio.ensure_future(self._context.write(message))
-        try:
-            await asyncio.wait({write, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not write.done():
-                self._service.let_go(self._reader, sent=False)
-            if write.done() or not self._begun:
-                # The first write carries the headers, and gRPC takes no status while it does not know them as sent.
-                await write
-            self._begun = True
-            self._check_stop()
-        finally:
-            if not write.done():
-                write.cancel()
-            elif not write.cancelled():
-                write.exception()
-
-    def _check_stop(self) -> None:
-        stop = self._reader.stop
-        if stop is not None:
-            raise again(stop).with_context(
-                delivered=str(self._reader.pieces_sent),
-                missing=str(self._reader.pieces_wanted - self._reader.pieces_sent),
-            )
 
 
 def handshake_result(error: BatonError) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from cache_store.checksum import MODES
+from cache_store.observations import GRPC, IPC
 
+TRANSPORTS = (IPC, GRPC)  # best first
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1024 * 1024
 
@@ -16,6 +18,7 @@ class AgentSettings:
 
     lease_seconds: float = 30.0  # staged KV without renewal lives this long after it was computed
     checksum: str = "all"  # off, sample, all; of two peers the stricter decides
+    transport: str = "auto"  # auto: the best that both sides have; ipc, grpc: that one or none
     chunk_bytes: int = MAX_CHUNK_BYTES  # largest payload of one event; at least one block is always sent whole
     queue_size: int = 1000  # parked loads in all, and engine commands not yet taken up by the agent
     parked_per_peer: int = 250  # parked loads of one connection
@@ -26,12 +29,15 @@ class AgentSettings:
     publish_timeout_s: float = 100.0  # P: longest wait of a load for the next publish; D: for P to run the request
     load_stall_timeout_s: float = 60.0  # P: an open load whose reader takes nothing this long stops renewing the lease
     bulk_channels: int = 4  # connections per peer for bulk data
+    staging_slots: int = 32  # a pool on a device: events on their way from it, and as many on their way to it
     tombstone_s: float = 60.0  # how long an ended, failed or aborted key is remembered
     remembered_keys: int = 100_000  # how many of them at the most
 
     def __post_init__(self) -> None:
         if self.checksum not in MODES:
             raise ValueError(f"checksum {self.checksum!r} is none of {', '.join(MODES)}")
+        if self.transport not in ("auto", *TRANSPORTS):
+            raise ValueError(f"transport {self.transport!r} is none of auto, {', '.join(TRANSPORTS)}")
         if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes {self.chunk_bytes} is outside [{MIN_CHUNK_BYTES}, {MAX_CHUNK_BYTES}]")
         for field in fields(self):

@@ -16,7 +16,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from cache_store.checksum import MODES
-from cache_store.settings import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from cache_store.settings import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, TRANSPORTS
 from protos import cache_store_pb2, errors_pb2
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import split_request_key
@@ -126,6 +126,8 @@ def check_load(request: cache_store_pb2.LoadRequest) -> None:
         raise out_of_range("checksum", request.checksum, ", ".join(MODES))
     if not MIN_CHUNK_BYTES <= request.chunk_bytes <= MAX_CHUNK_BYTES:
         raise out_of_range("chunk_bytes", request.chunk_bytes, f"[{MIN_CHUNK_BYTES}, {MAX_CHUNK_BYTES}]")
+    if request.transport not in ("", *TRANSPORTS):
+        raise out_of_range("transport", request.transport, ", ".join(TRANSPORTS))
     seen: set[str] = set()
     for index, wanted in enumerate(request.wanted):
         prefix = f"wanted[{index}]."

@@ -158,7 +158,9 @@ class _Publisher:
         """shares: per group the request keys with their complete blocks after this step; layer_bytes: per group what
         one layer of the step adds to that; num_layers: of all groups; defer: takes the last hand-over."""
         self._agent = agent
-        self._defer = defer
+        # On a device the layers are only queued while this runs, and each hand-over waits for its mark by itself: there
+        # is nothing to compete with, and a late one would only delay the transfer.
+        self._defer = None if agent.on_device else defer
         self._shares = shares
         self._layer_bytes = layer_bytes
         self._layers_left = num_layers
@@ -170,15 +172,20 @@ class _Publisher:
         self._held.append((group, layer))
         self._held_bytes += self._layer_bytes[group]
         self._layers_left -= 1
-        if not self._layers_left:
+        if not self._layers_left and self._defer is not None:
             self._defer(self._hand_over)
-        elif self._held_bytes >= HAND_OVER_BYTES or time.monotonic() - self._handed_over_at >= HAND_OVER_S:
+        elif (
+            not self._layers_left
+            or self._held_bytes >= HAND_OVER_BYTES
+            or time.monotonic() - self._handed_over_at >= HAND_OVER_S
+        ):
             self._hand_over()
 
     def _hand_over(self) -> None:
+        after = self._agent.mark()
         for group, layer in self._held:
             for key, upto in self._shares.get(group, ()):
-                self._agent.publish(key, group, layer, upto)
+                self._agent.publish(key, group, layer, upto, after)
         self._held.clear()
         self._held_bytes = 0
         self._handed_over_at = time.monotonic()
@@ -289,7 +296,7 @@ class AgentTransfer:
                         event.events,
                     )
                 case LoadFailed():
-                    if event.error.code is ErrorCode.EXECUTION_EXCEPTION:
+                    if event.foreign or event.error.code is ErrorCode.EXECUTION_EXCEPTION:
                         self._wipe(scheduler.loading.get(event.request_key) or scheduler.leaving.get(event.request_key))
                     error = event.error.with_context(delivered=str(event.delivered), missing=str(event.missing))
                     scheduler.load_failed(event.request_key, error, event.retriable_here, event.events)
@@ -306,7 +313,8 @@ class AgentTransfer:
                     )
 
     def _wipe(self, request: Request | None) -> None:
-        """What was received of a prompt whose computation failed may hold NaN, see `ModelRunner.wipe`."""
+        """What was received of a prompt whose computation failed, or out of blocks that were given away meanwhile, may
+        hold NaN, see `ModelRunner.wipe`."""
         if request is None or request.allocation is None:
             return
         for tag, held in request.allocation.groups.items():

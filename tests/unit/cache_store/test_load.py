@@ -67,6 +67,7 @@ class Stream:
         header = pb.PieceHeader(group=group, layer=layer, blocks=blocks, block_bytes=block_bytes, checksums=sums)
         self.load.expect(header, len(payload))
         self.load.verify(header, memoryview(payload))
+        self.load.on_taken(header)
         self.load.on_delivered(header, len(payload))
 
     def computed(self) -> Stream:

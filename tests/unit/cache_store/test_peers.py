@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cache_store.agent import KvSourceRef, LoadDone
+from cache_store.handshake import Offer
 from cache_store.observations import ignore
 from cache_store.peers import FORGET_LOST_S, Peers, PeerState
 from protos import cache_store_pb2 as pb
@@ -192,7 +193,7 @@ def test_h1_death_of_one_decode_server_does_not_touch_the_others(pair: tuple[Nod
 async def test_peers_that_stay_lost_are_forgotten_with_their_channels() -> None:
     clock = Clock()
     with nodes(Node("prefill", seed=1)) as (prefill,):
-        peers = Peers(prefill.identity, settings(), ignore, clock)
+        peers = Peers(prefill.identity, settings(), Offer(), None, ignore, clock)
         await peers.ready(prefill.address, "prefill")
         lost = peers.get("127.0.0.1:1")
         peers.note_failure(lost.address, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))

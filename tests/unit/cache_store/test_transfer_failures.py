@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cache_store.pool import HostKvPool
+from cache_store.sending import Sender
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import (
@@ -233,16 +235,15 @@ def test_late_piece_after_a_cancel_changes_no_block(pair: tuple[Node, Node]) -> 
     assert (decode.blocks([1, 2]) == 0xEE).all()
 
 
-def test_damaged_piece_is_a_checksum_failure_and_can_be_reloaded() -> None:
+def test_damaged_piece_is_a_checksum_failure_and_can_be_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with nodes(Node("prefill", seed=1), Node("decode", seed=2)) as (prefill, decode):
-        service = prefill.agent._service
-        encode = service.encode
+        encode = Sender._encode
 
-        def damaged(*arguments: object) -> tuple[bytes, int]:
-            message, size = encode(*arguments)  # type: ignore[arg-type]
-            return message[:-1] + bytes([message[-1] ^ 1]), size
+        def damaged(*arguments: Any) -> bytes:
+            message = encode(*arguments)
+            return message[:-1] + bytes([message[-1] ^ 1])
 
-        service.encode = damaged  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(Sender, "_encode", damaged)
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
         failed = decode.load_failed()
@@ -250,7 +251,7 @@ def test_damaged_piece_is_a_checksum_failure_and_can_be_reloaded() -> None:
         assert failed.retriable_here
         assert decode.count("kv_transfer_pieces_total", result="checksum") == 1
         assert decode.count("kv_transfer_failures_total", reason="KV_CHECKSUM_MISMATCH") == 1
-        service.encode = encode  # type: ignore[method-assign]
+        monkeypatch.undo()
         decode.load(prefill.source, KEY, [3, 4], reload=True)
         decode.load_done()
         assert np.array_equal(decode.blocks([3, 4]), prefill.blocks([5, 6]))

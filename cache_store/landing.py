@@ -1,0 +1,267 @@
+"""D's end of one leg of a load, towards the pool: how the blocks of an event get to their places.
+
+Into host memory at once (`HostLanding`), through the staging ring of a device (`StagedLanding`), or out of the memory
+of the peer's engine (`FetchLanding`). A load counts a block when it is in the pool, and ends when nothing writes any
+more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from cache_store.load import Load, WantedHere, breach
+from cache_store.peers import OpenMemory
+from cache_store.pool import HostKvPool
+from cache_store.rows import block_rows
+from cache_store.staging import Slot, Staging, Ticket, settled
+from protos import cache_store_pb2 as pb
+from rpc.errors import BatonError, ErrorCode
+
+_log = logging.getLogger(__name__)
+
+# What the question after a one-sided copy may answer, other than that the copy is good.
+_NOT_THEIRS = frozenset({ErrorCode.KV_LEASE_EXPIRED, ErrorCode.KV_STALE_REFERENCE, ErrorCode.PEER_RESTARTED})
+
+
+class Landing(ABC):
+    """Used by one task. Whoever made it calls `quiet` at the end, whatever the end is."""
+
+    @abstractmethod
+    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+        """Checks an event and begins to put its blocks into the pool. May wait for room. Raises the load's failure."""
+
+    def check(self, load: Load) -> None:
+        """Raises the load's failure after a copy has failed."""
+        return
+
+    async def settle(self, load: Load) -> None:
+        """Returns when everything stored is in the pool, and proven where that is needed. Raises the load's failure."""
+        return
+
+    async def quiet(self) -> None:
+        """Returns when nothing writes the blocks any more. A cancellation takes effect afterwards."""
+        return
+
+
+class HostLanding(Landing):
+    """Host memory: an event's blocks are in the pool when it has been looked at."""
+
+    def __init__(self, pool: HostKvPool) -> None:
+        self._pool = pool
+
+    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+        wanted = load.expect(header, data.nbytes)
+        load.verify(header, data)
+        write_blocks(self._pool, wanted, header.layer, header.blocks, data)
+        load.on_taken(header)
+        load.on_delivered(header, data.nbytes)
+
+
+class _CopyLanding(Landing):
+    """Blocks reach the pool by copies that complete later. `wake` ends the wait for the next event after a failure."""
+
+    def __init__(self, staging: Staging, wake: Callable[[], object], after: Ticket | None) -> None:
+        """`after`: a point of the computation up to which the blocks may still be in use."""
+        self.failure: BatonError | None = None
+        self._staging = staging
+        self._wake = wake
+        self._after = after
+        self._copies: set[asyncio.Future[None]] = set()
+
+    def _expect_completion(self, load: Load, header: pb.PieceHeader, size: int, slot: Slot, ticket: Ticket) -> None:
+        self._after = None  # copies into the pool keep their order, so the first one waits for all
+        load.on_taken(header)
+        copy: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._copies.add(copy)
+        self._staging.when_written(ticket, partial(self._completed, load, header, size, slot, copy))
+
+    def _completed(
+        self,
+        load: Load,
+        header: pb.PieceHeader,
+        size: int,
+        slot: Slot,
+        copy: asyncio.Future[None],
+        failure: BaseException | None,
+    ) -> None:
+        self._staging.writes.give(slot)
+        if failure is None:
+            try:
+                load.on_delivered(header, size)
+                self._delivered(load)
+            except Exception as error:  # of a metric; the load ends, and does not wait for what was not counted
+                failure = error
+        if failure is not None and self.failure is None:
+            _log.error(
+                "a copy into the KV pool failed: %s",
+                failure,
+                extra={"code": ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR.name},
+            )
+            self.failure = BatonError(
+                ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+                "writing the KV into the pool failed",
+                metadata={"error": type(failure).__name__},
+            )
+            self._wake()
+        self._copies.discard(copy)
+        copy.set_result(None)
+
+    def _delivered(self, load: Load) -> None:
+        """Something more is in the pool."""
+
+    def check(self, load: Load) -> None:
+        if self.failure is not None:
+            load.fail_with(self.failure)
+
+    async def settle(self, load: Load) -> None:
+        await settled(self._copies)
+        self.check(load)
+
+    async def quiet(self) -> None:
+        await settled(self._copies)
+
+
+class StagedLanding(_CopyLanding):
+    """Events arrive in host memory; their bytes are verified in the slot from which they are copied to the device."""
+
+    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+        self.check(load)
+        wanted = load.expect(header, data.nbytes)
+        ring = self._staging.writes
+        if data.nbytes > ring.slot_bytes:
+            load.fail_with(
+                BatonError(
+                    ErrorCode.READ_BUFFER_MISMATCH,
+                    "an event is larger than agreed",
+                    metadata={"bytes": f"{data.nbytes} / {ring.slot_bytes}"},
+                )
+            )
+        slot = ring.try_take() or await ring.take()
+        try:
+            view = slot.view[: data.nbytes]
+            view[:] = data
+            load.verify(header, view)
+            ids = [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
+            rows = block_rows(wanted.layout, header.layer, ids, wanted.partition_count, wanted.partition_id)
+            ticket = self._staging.copies.write(slot, rows, self._after)
+        except BaseException:
+            ring.give(slot)
+            raise
+        self._expect_completion(load, header, data.nbytes, slot, ticket)
+
+
+class FetchLanding(_CopyLanding):
+    """Events say which blocks are ready; they are copied out of the memory of the peer's engine.
+
+    Nothing keeps the peer from giving the blocks to another request meanwhile, so once everything is here the peer is
+    asked (`prove`) whether the lease stood all the time. That overlaps with the end of the prefill. A failed load may
+    leave bytes of other requests in the blocks.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        wake: Callable[[], object],
+        after: Ticket | None,
+        memory: OpenMemory,
+        source_count: int,
+        source_id: int,
+        prove: Callable[[], Awaitable[object]],
+    ) -> None:
+        super().__init__(staging, wake, after)
+        self._memory = memory
+        self._source_count = source_count
+        self._source_id = source_id
+        self._prove = prove
+        self._proof: asyncio.Task[None] | None = None
+        memory.hold()
+
+    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+        self.check(load)
+        wanted = load.expect(header, data.nbytes)
+        layout, layer = wanted.layout, header.layer
+        ids = [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
+        halves = self._source_count > 1 or wanted.partition_count > 1
+        target = block_rows(layout, layer, ids, wanted.partition_count, wanted.partition_id, halves=halves)
+        source = block_rows(layout, layer, header.source_blocks, self._source_count, self._source_id, halves=halves)
+        if source.unit_bytes != target.unit_bytes:
+            load.fail_with(breach("blocks of another size than agreed"))
+        ring = self._staging.writes
+        slot = ring.try_take() or await ring.take()
+        try:
+            ticket = self._staging.copies.fetch(self._memory.memory, source, target, slot, self._after)
+        except BaseException as error:
+            ring.give(slot)
+            if isinstance(error, IndexError):
+                load.fail_with(breach(f"a block outside the peer's memory: {error}"))
+            raise
+        self._expect_completion(load, header, target.nbytes, slot, ticket)
+
+    def _delivered(self, load: Load) -> None:
+        if not load.missing and self._proof is None:
+            # Its owner is this landing: `settle` takes its result, `quiet` ends it.
+            self._proof = asyncio.get_running_loop().create_task(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            await self._prove()
+        except BatonError as error:
+            if error.code in _NOT_THEIRS:
+                raise
+            # The request's own failure on the peer comes by the stream too, with its code.
+            raise BatonError(
+                ErrorCode.READ_TRANSFER_NOT_DONE,
+                "whether the blocks that were read are those of the request is not known",
+                metadata={"cause": error.code.name, "cause_code": str(int(error.code))},
+            ) from None
+
+    async def settle(self, load: Load) -> None:
+        await super().settle(load)
+        if self._proof is not None:
+            try:
+                await asyncio.shield(self._proof)
+            except BatonError as error:
+                load.fail_with(error)
+
+    async def quiet(self) -> None:
+        try:
+            await super().quiet()
+        finally:
+            try:
+                await self._end_proof()
+            finally:
+                self._memory.drop()
+
+    async def _end_proof(self) -> None:
+        proof = self._proof
+        if proof is None:
+            return
+        proof.cancel()
+        await settled([proof])
+        if not proof.cancelled():
+            proof.exception()  # looked at: the load has its cause already
+
+
+def write_blocks(pool: HostKvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview) -> None:
+    """Copies the payload of a piece event to its places: blocks that are neighbours in the pool in one go."""
+    tag, size = wanted.layout.tag, wanted.piece_bytes
+    ids = [wanted.block_ids[block - wanted.first_block] for block in blocks]
+    if size < wanted.layout.block_bytes:
+        for index, block_id in enumerate(ids):
+            target = pool.piece(tag, layer, block_id)
+            at = index * size
+            for start, stop in wanted.ranges:
+                target[start:stop] = data[at : at + stop - start]
+                at += stop - start
+        return
+    at = 0
+    while at < len(ids):
+        stop = at + 1
+        while stop < len(ids) and ids[stop] == ids[stop - 1] + 1:
+            stop += 1
+        pool.piece(tag, layer, ids[at], stop - at)[:] = data[at * size : stop * size]
+        at = stop

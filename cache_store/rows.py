@@ -1,0 +1,71 @@
+"""Which bytes of a layer's memory a copy is about: equal rows, so that one form serves blocks and shares of heads.
+
+Pure. A layer of a cache group is num_blocks x block_bytes bytes. A copy of whole blocks has rows of block_bytes; a copy
+of share `index` of `count` equal shares of the heads has two rows per block, one in K and one in V (see
+`GroupLayout.partition_ranges`), because the share is contiguous in each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cache_store.layout import GroupLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row i of the layer are its bytes [i * unit_bytes, (i + 1) * unit_bytes); `numbers` in the order of the copy."""
+
+    group: str
+    layer: int
+    unit_bytes: int
+    numbers: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.unit_bytes * len(self.numbers)
+
+
+def block_rows(
+    layout: GroupLayout, layer: int, ids: Sequence[int], count: int = 1, index: int = 0, *, halves: bool = False
+) -> Rows:
+    """Rows of share `index` of `count` of the blocks `ids`, in their order, K before V in each.
+
+    With `halves` there are two rows per block for all heads too: the other end of the copy has a share, and a copy
+    needs the same rows on both ends. Raises ValueError when the heads cannot be shared so.
+    """
+    if count == 1 and not halves:
+        return Rows(layout.tag, layer, layout.block_bytes, ids)
+    start, stop = layout.partition_ranges(count, index)[0]
+    if count == 1:
+        stop = layout.block_bytes // 2
+    numbers: list[int] = []
+    for block in ids:
+        first = 2 * count * block + index
+        numbers += (first, first + count)
+    return Rows(layout.tag, layer, stop - start, numbers)
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive numbers, in order."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][0] + found[-1][1]:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((number, 1))
+    return found
+
+
+def paired_runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first of source, first of target, count) of each run that is consecutive on both sides, in order."""
+    found: list[tuple[int, int, int]] = []
+    for one, other in zip(source, target, strict=True):
+        if found:
+            first, to, count = found[-1]
+            if one == first + count and other == to + count:
+                found[-1] = (first, to, count + 1)
+                continue
+        found.append((one, other, 1))
+    return found

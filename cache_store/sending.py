@@ -1,0 +1,343 @@
+"""P's end of one open load, on the wire: sends what is ready, sleeps until something is, ends with the lease's own end.
+
+How a block gets into an event is the business of the three senders: out of host memory (`HostSender`), through the
+staging ring of a device (`StagedSender`), or not at all, because the peer reads it where it lies (`NoticeSender`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from cache_store import checksum, wire
+from cache_store.lease import LeaseState, again
+from cache_store.observations import Observe
+from cache_store.pool import HostKvPool
+from cache_store.reader import Reader, Run
+from cache_store.rows import block_rows
+from cache_store.settings import AgentSettings
+from cache_store.staging import Slot, Staging, settled
+from protos import cache_store_pb2 as pb
+from rpc import faults
+from rpc.errors import BatonError, ErrorCode
+
+HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
+WINDOW = 4  # events of one load that are being copied out of a device, or wait for their turn on the stream
+
+_STARTED_RUNNING = pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING).SerializeToString()
+_COMPUTED = pb.LoadEvent(state=pb.COMPUTE_STATE_COMPUTED).SerializeToString()
+
+
+@dataclass(frozen=True)
+class Link:
+    """One reader and the call that serves it. `let_go(reader, sent)` ends the reader's hold on the blocks."""
+
+    settings: AgentSettings
+    observe: Observe
+    clock: Callable[[], float]
+    let_go: Callable[[Reader, bool], None]
+    reader: Reader
+    checksum: str  # mode
+    context: grpc.aio.ServicerContext[Any, Any]
+
+
+class Sender(ABC):
+    """One stream. `run` returns after everything was sent, or raises why not; no copy of a block is under way then."""
+
+    transport = "grpc"
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._reader = link.reader
+        self._changed = asyncio.Event()
+        self._begun = False
+        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        link.reader.notify = self._notify
+
+    def _notify(self) -> None:
+        self._changed.set()
+        if self._reader.stop is not None and not self._stopped.done():
+            self._stopped.set_result(None)
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        finally:
+            await self._quiet()
+
+    async def _run(self) -> None:
+        reader, clock = self._reader, self._link.clock
+        lease = reader.lease
+        started = pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)
+        await self._write(pb.LoadEvent(started=started).SerializeToString())
+        await self._write(_STARTED_RUNNING)
+        computed = False
+        told = lease.published
+        told_at = clock()
+        while True:
+            self._changed.clear()
+            if lease.state is LeaseState.COMPUTED and not computed:
+                computed = True
+                await self._write(_COMPUTED)
+            if await self._advance():
+                told, told_at = lease.published, clock()
+            elif computed:
+                break
+            elif lease.published != told and (wait := told_at + HEARTBEAT_S - clock()) <= 0:
+                # The reader's progress limit must not strike while the prompt advances in blocks it already has.
+                await self._write(_STARTED_RUNNING)
+                told, told_at = lease.published, clock()
+            else:
+                await self._sleep(wait if lease.published != told else None)
+        result = lease.result
+        self._link.let_go(reader, True)
+        done = pb.Done(result=result, pieces=reader.pieces_sent)
+        await self._write(pb.LoadEvent(done=done).SerializeToString())
+
+    async def _sleep(self, until_heartbeat: float | None) -> None:
+        """Until the lease changes; raises CACHE_STORE_LOAD_BUFFER_TIMEOUT when nothing happens for too long."""
+        limit = self._link.settings.publish_timeout_s
+        try:
+            async with asyncio.timeout(limit if until_heartbeat is None else until_heartbeat):
+                await self._changed.wait()
+        except TimeoutError:
+            if until_heartbeat is None:
+                raise BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT,
+                    "the prefill published no KV block in time",
+                    metadata={"waited_s": f"{limit:g}"},
+                ) from None
+        self._check_stop()
+
+    # ---- blocks
+
+    @abstractmethod
+    async def _advance(self) -> bool:
+        """Sends the next event with blocks. False: nothing is ready now."""
+
+    async def _quiet(self) -> None:
+        """Returns when no copy reads the blocks. A cancellation takes effect afterwards."""
+        return
+
+    async def _chosen(self, run: Run) -> list[int]:
+        """The blocks of a run, less what a fault point drops."""
+        blocks = list(range(run.first, run.first + run.count))
+        if faults.armed():
+            blocks = [block for block in blocks if not await self._faulty(run, block)]
+            self._check_stop()
+        return blocks
+
+    async def _faulty(self, run: Run, block: int) -> bool:
+        return await faults.fault_async(
+            "cache_store.send_piece",
+            key=self._reader.lease.key,
+            group=run.wanted.layout.tag,
+            layer=run.layer,
+            block=block,
+        )
+
+    def _header(self, run: Run, blocks: Sequence[int], **more: Any) -> pb.PieceHeader:
+        wanted = run.wanted
+        return pb.PieceHeader(
+            group=wanted.layout.tag, layer=run.layer, blocks=blocks, block_bytes=wanted.piece_bytes, **more
+        )
+
+    def _encode(self, run: Run, blocks: Sequence[int], views: Sequence[memoryview]) -> bytes:
+        """The event with `blocks` of `run`, whose bytes are the views. Reads them, once."""
+        sums: list[int] = []
+        if checksum.covered(self._link.checksum, run.layer, blocks[0]):
+            for view in views:
+                sums += checksum.checksums(view, run.wanted.piece_bytes)
+        return wire.encode_piece(self._header(run, blocks, checksums=sums), views)
+
+    async def _send(self, message: bytes, pieces: int, size: int) -> None:
+        await self._write(message)
+        self._reader.sent(pieces, self._link.clock())
+        self._link.observe("kv_transfer_bytes_total", size, transport=self.transport, direction="sent")
+
+    # ---- the stream
+
+    async def _write(self, message: bytes) -> None:
+        """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile.
+
+        The message is a copy, so the reader lets go of the blocks then, whether or not its peer takes the message.
+        """
+        self._check_stop()
+        write = asyncio.ensure_future(self._link.context.write(message))
+        try:
+            await asyncio.wait({write, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not write.done():
+                await self._quiet()
+                self._link.let_go(self._reader, False)
+            if write.done() or not self._begun:
+                # The first write carries the headers, and gRPC takes no status while it does not know them as sent.
+                await write
+            self._begun = True
+            self._check_stop()
+        finally:
+            if not write.done():
+                write.cancel()
+            elif not write.cancelled():
+                write.exception()
+
+    def _check_stop(self) -> None:
+        stop = self._reader.stop
+        if stop is not None:
+            raise again(stop).with_context(
+                delivered=str(self._reader.pieces_sent),
+                missing=str(self._reader.pieces_wanted - self._reader.pieces_sent),
+            )
+
+
+class HostSender(Sender):
+    """Blocks in host memory: each event is joined from views of the pool, when its turn has come."""
+
+    def __init__(self, link: Link, pool: HostKvPool) -> None:
+        super().__init__(link)
+        self._pool = pool
+
+    async def _advance(self) -> bool:
+        run = self._reader.next_run()
+        if run is None:
+            return False
+        blocks = await self._chosen(run)
+        if blocks:
+            message = self._encode(run, blocks, self._views(run, blocks))
+            await self._send(message, len(blocks), run.wanted.piece_bytes * len(blocks))
+        return True
+
+    def _views(self, run: Run, blocks: list[int]) -> list[memoryview]:
+        """Views of the pool, neighbours in the pool as one; or copies of the wanted share of the heads."""
+        wanted, layer = run.wanted, run.layer
+        tag = wanted.layout.tag
+        ids = self._reader.lease.blocks[tag]
+        piece = self._pool.piece
+        if wanted.partition_count > 1:
+            ranges = wanted.layout.partition_ranges(wanted.partition_count, wanted.partition_id)
+            whole = [piece(tag, layer, ids[block]) for block in blocks]
+            return [memoryview(b"".join([view[start:stop] for start, stop in ranges])) for view in whole]
+        views = []
+        first = ids[blocks[0]]
+        count = 1
+        for block in blocks[1:]:
+            if ids[block] == first + count:
+                count += 1
+            else:
+                views.append(piece(tag, layer, first, count))
+                first, count = ids[block], 1
+        views.append(piece(tag, layer, first, count))
+        return views
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """An event that is being copied out of the device; `message` is its bytes."""
+
+    message: asyncio.Future[bytes]
+    pieces: int
+    size: int
+
+
+class StagedSender(Sender):
+    """Blocks on a device: up to WINDOW events are copied to the host ahead of the stream.
+
+    A slot of the ring is held from the submission of its copy until the event is joined from it, so a peer that reads
+    slowly holds none: it costs WINDOW events of host memory.
+    """
+
+    def __init__(self, link: Link, staging: Staging) -> None:
+        super().__init__(link)
+        self._staging = staging
+        self._window: deque[_Staged] = deque()
+        self._next: tuple[Run, list[int]] | None = None  # taken from the reader, and no slot for it yet
+
+    async def _advance(self) -> bool:
+        ring = self._staging.reads
+        while len(self._window) < WINDOW:
+            if self._next is None:
+                run = self._reader.next_run()
+                if run is None:
+                    break
+                self._next = (run, await self._chosen(run))
+            run, blocks = self._next
+            if blocks:
+                slot = ring.try_take()
+                if slot is None and self._window:
+                    break
+                self._begin(run, blocks, slot or await ring.take())
+            self._next = None
+        if not self._window:
+            return False
+        staged = self._window[0]
+        message = await asyncio.shield(staged.message)
+        self._window.popleft()
+        await self._send(message, staged.pieces, staged.size)
+        return True
+
+    def _begin(self, run: Run, blocks: list[int], slot: Slot) -> None:
+        wanted = run.wanted
+        try:
+            self._check_stop()  # the wait for the slot may have been long
+            ids = self._reader.lease.blocks[wanted.layout.tag]
+            rows = block_rows(
+                wanted.layout, run.layer, [ids[i] for i in blocks], wanted.partition_count, wanted.partition_id
+            )
+            ticket = self._staging.copies.read(rows, slot)
+        except BaseException:
+            self._staging.reads.give(slot)
+            raise
+        message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._window.append(_Staged(message, len(blocks), rows.nbytes))
+        self._staging.when_read(ticket, partial(self._copied, message, run, blocks, slot, rows.nbytes))
+
+    def _copied(
+        self,
+        message: asyncio.Future[bytes],
+        run: Run,
+        blocks: list[int],
+        slot: Slot,
+        size: int,
+        failure: BaseException | None,
+    ) -> None:
+        try:
+            if failure is not None:
+                raise failure
+            message.set_result(self._encode(run, blocks, [slot.view[:size]]))
+        except Exception as error:
+            message.set_exception(error)
+        finally:
+            self._staging.reads.give(slot)
+
+    async def _quiet(self) -> None:
+        copies = [staged.message for staged in self._window]
+        self._window.clear()
+        try:
+            await settled(copies)
+        finally:
+            for copy in copies:
+                if not copy.cancelled():
+                    copy.exception()  # looked at: the load has its cause already
+
+
+class NoticeSender(Sender):
+    """Blocks that the peer reads in this engine's memory: events say which are ready, and where they lie."""
+
+    transport = "ipc"
+
+    async def _advance(self) -> bool:
+        run = self._reader.next_run()
+        if run is None:
+            return False
+        blocks = await self._chosen(run)
+        if blocks:
+            ids = self._reader.lease.blocks[run.wanted.layout.tag]
+            header = self._header(run, blocks, source_blocks=[ids[block] for block in blocks])
+            await self._send(wire.encode_piece(header, ()), len(blocks), run.wanted.piece_bytes * len(blocks))
+        return True
