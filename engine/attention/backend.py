@@ -114,10 +114,10 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"attention backend {self.name} cannot be captured in a {selection_mode.value}")
 
-    def refresh(self, plan: Any, rows: AttentionRows) -> None:
-        """Before each replay of a graph with `plan` = graph_plan(...), where `refreshes` says so: what has to be planned
-        for the step's rows on the host. rows.device are the graph's buffers, whose filling has been enqueued; the host
-        lists are the step's own, without padding.
+    def refresh(self, plan: Any, rows: AttentionRows) -> None:  # noqa: B027 - most backends have nothing to do
+        """Before each replay of a graph with `plan` = graph_plan(...), where `refreshes` says so: what has to be
+        planned for the step's rows on the host. rows.device are the graph's buffers, whose filling has been enqueued;
+        the host lists are the step's own, without padding.
         """
 
     def write(self, plan: Any, layer: Any, kv: torch.Tensor) -> None:

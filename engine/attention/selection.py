@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, BatchLimits
 from engine.attention.native_backend import NativeBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.loader.errors import ModelLoadError
@@ -13,7 +13,15 @@ from engine.models.config import ModelConfig
 BACKENDS: dict[str, type[TorchBackend] | type[NativeBackend]] = {"torch": TorchBackend, "native": NativeBackend}
 
 
-def select_backend(name: str, config: ModelConfig, block_size: int, dtype: torch.dtype) -> AttentionBackend:
+def select_backend(
+    name: str,
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    limits: BatchLimits | None = None,
+) -> AttentionBackend:
     """The backend of `--attention-backend`; "auto" takes `native` where it is available, else `torch`.
 
     Raises ModelLoadError for an unknown name or one that cannot run the model here.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.loader.errors import ModelLoadError
+from engine.loader.upload import Upload
 from engine.models.config import read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -48,12 +49,21 @@ def checkpoint_files(folder: Path) -> list[Path]:
 class SafetensorsCheckpoint:
     """All safetensors files of a folder, memory-mapped; a context manager that unmaps them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device | None = None, on_read: Callable[[int], None] = lambda read_bytes: None
+    ) -> None:
+        """device: where tensors are read to, if not the host. on_read(bytes read so far) is called after each
+        tensor."""
         self.folder = folder
+        self.total_bytes = 0
+        self.read_bytes = 0
+        self._on_read = on_read
+        self._upload = Upload(device) if device is not None and device.type == "cuda" else None
         self._stack = ExitStack()
         self._place: dict[str, tuple[Path, safe_open]] = {}  # tensor name to its file
         try:
             for file in checkpoint_files(folder):
+                self.total_bytes += file.stat().st_size
                 handle = self._open(file)
                 for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                     self._place[name] = (file, handle)
@@ -85,20 +95,31 @@ class SafetensorsCheckpoint:
         tensor = handle.get_tensor(name)
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{file}: tensor {name!r} has dtype {tensor.dtype}, expected a floating-point one")
-        out.copy_(tensor)
+        if self._upload is None:
+            out.copy_(tensor)
+        else:
+            self._upload.copy(tensor, out)
+        self.read_bytes += tensor.nbytes
+        self._on_read(self.read_bytes)
 
 
 class DummyCheckpoint:
-    """Random weights that depend on tensor name and shape alone, so that every server makes the same ones."""
+    """Random weights that depend on tensor name, shape and kind of device alone: every server makes the same ones.
+
+    They are made where they are wanted. A CPU and a GPU make different numbers.
+    """
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         if name.endswith("norm.weight"):
             out.fill_(1.0)
             return
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        generator = torch.Generator(out.device).manual_seed(seed)
+        if out.device.type != "cpu":
+            out.normal_(std=_dummy_std(out.shape), generator=generator)
+            return
         values = torch.empty(out.shape, dtype=torch.float32)
-        values.normal_(std=_dummy_std(out.shape), generator=torch.Generator().manual_seed(seed))
-        out.copy_(values)
+        out.copy_(values.normal_(std=_dummy_std(out.shape), generator=generator))
 
 
 def _dummy_std(shape: Sequence[int]) -> float:

@@ -41,16 +41,17 @@ def _hash_samples(digest: xxhash.xxh3_128, stream: Any, begin: int, size: int) -
         digest.update(stream.read(span))
 
 
-def model_fingerprint(folder: Path, load_format: str = "auto") -> str:
+def model_fingerprint(folder: Path, load_format: str = "auto", device: str = "cpu") -> str:
     """32 hex digits (XXH3-128) over configuration, tensor names, dtypes, shapes, and sampled bytes of each.
 
     The same tensors give the same value however they are spread over files. Two checkpoints that differ in
-    single values only may share a fingerprint; a retrained or requantized model does not.
+    single values only may share a fingerprint; a retrained or requantized model does not. Random weights depend on the
+    kind of device, and nothing else does.
     """
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
     if load_format == "dummy":
-        digest.update(b"dummy")
+        digest.update(b"dummy" if device == "cpu" else b"dummy" + device.encode())
         return digest.hexdigest()
     entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for file in checkpoint_files(folder):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 
+from engine.layers.maker import HostMaker, LayerMaker
 from engine.loader.checkpoint import DummyCheckpoint, SafetensorsCheckpoint
 from engine.loader.errors import ModelLoadError
 from engine.loader.fused import WeightLoader
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaModel
 from engine.models.qwen3 import Qwen3Model
+from engine.progress import Progress
 from kernels.cpu.memory import release_freed
 
 MODELS: dict[str, type[LlamaModel]] = {
@@ -23,18 +25,27 @@ MODELS: dict[str, type[LlamaModel]] = {
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
-def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype, load_format: str) -> LlamaModel:
+def load_model(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, load_format: str, maker: LayerMaker | None = None
+) -> LlamaModel:
     """Build the family's model with weights from the folder, or random ones for `dummy`.
 
-    Raises ModelLoadError naming the file and tensor at fault.
+    maker: the layers it is built of; the host's by default. Raises ModelLoadError naming the file and tensor at fault.
     """
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"--load-format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     family = MODELS[config.family]
+    maker = maker or HostMaker(dtype)
     if load_format == "dummy":
-        model = family(config, WeightLoader(DummyCheckpoint(), dtype))
+        model = family(config, WeightLoader(DummyCheckpoint(), dtype, maker))
     else:
-        with SafetensorsCheckpoint(folder) as checkpoint:
-            model = family(config, WeightLoader(checkpoint, dtype))
-    release_freed()
+        progress = Progress("reading weights", 0, "GB")
+        with (
+            SafetensorsCheckpoint(folder, maker.device, lambda read: progress.update(read / 1e9)) as checkpoint,
+            progress,
+        ):
+            progress.total = checkpoint.total_bytes / 1e9
+            model = family(config, WeightLoader(checkpoint, dtype, maker))
+    if maker.device.type == "cpu":
+        release_freed()
     return model

@@ -1,9 +1,9 @@
 """Decode CUDA graphs: a whole decode step from its staged inputs to the greedy tokens, captured per batch size.
 
 All sizes share the step's buffers (`DeviceInputs`), one memory pool, one logits buffer and one buffer of tokens, so a
-replay is a copy from the host, one launch, and a copy back. Rows that pad a batch up to a graph's size have token 0, see
-nothing, and store their KV nowhere; their results are not looked at. Rows that want more than the likeliest token are
-sampled from the logits afterwards.
+replay is a copy from the host, one launch, and a copy back. Rows that pad a batch up to a graph's size have token 0,
+see nothing, and store their KV nowhere; their results are not looked at. Rows that want more than the likeliest token
+are sampled from the logits afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a batch can be replayed by a captured decode graph, and by which. Pure: nothing here raises, logs or counts."""
+"""Whether a captured decode graph can run a batch, and which one. Pure: nothing here raises, logs or counts."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.attention.backend import BatchLimits
 from engine.attention.selection import select_backend
+from engine.device import resolve_device
+from engine.layers.maker import HostMaker, LayerMaker
 from engine.loader.fingerprint import model_fingerprint
 from engine.messages import KvGroupInfo, PromptLogprob
 from engine.models.config import load_config, resolve_dtype
@@ -24,6 +27,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
 
 if TYPE_CHECKING:
+    from engine.runner.device_steps import DeviceSteps
     from engine.runner.prefill_graph.runner import PrefillGraphRunner
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
@@ -44,19 +48,29 @@ class ModelRunner:
         max_model_len: int | None = None,
         load_format: str = "auto",
         attention_backend: str = "auto",
+        device: str = "cpu",
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
     ) -> None:
-        """dtype: auto, float32, bfloat16. block_size: tokens. load_format: auto, safetensors, dummy."""
+        """dtype: auto, float32, bfloat16. block_size: tokens; 0: 64 on CUDA, 16 on the CPU. load_format: auto,
+        safetensors, dummy. device: auto, cpu, cuda. max_num_seqs, max_num_batched_tokens: rows and tokens of the
+        largest step, for which a device's buffers are made.
+        """
         folder = Path(model_folder)
-        self.device = torch.device("cpu")
+        self.device = resolve_device(device)
         library.set_threads(torch.get_num_threads())
         self.config = load_config(folder, max_model_len)
         self.dtype_name = resolve_dtype(dtype, self.config)
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.block_size = block_size
-        self.backend = select_backend(attention_backend, self.config, block_size, self.dtype)
-        self.model_fingerprint = model_fingerprint(folder, load_format)
+        self.block_size = block_size = block_size or (64 if self.device.type == "cuda" else 16)
+        max_blocks = -(-self.config.max_model_len // block_size)
+        self.limits = BatchLimits(max_num_seqs, max_num_batched_tokens, max_blocks)
+        self.backend = select_backend(
+            attention_backend, self.config, block_size, self.dtype, device=self.device, limits=self.limits
+        )
+        self.model_fingerprint = model_fingerprint(folder, load_format, self.device.type)
         with torch.inference_mode():
-            self.model = load_model(folder, self.config, self.dtype, load_format)
+            self.model = load_model(folder, self.config, self.dtype, load_format, self._maker())
         self.groups = [
             KvGroupInfo(
                 tag=FULL_GROUP,
@@ -70,9 +84,18 @@ class ModelRunner:
         self.kv_layers: dict[str, list[torch.Tensor]] = {FULL_GROUP: []}
         self._bound: list[Any] = []  # the backend's handles of kv_layers
         self.num_blocks = 0
+        self.device_steps: DeviceSteps | None = None  # runs the steps where the backend reads its rows on the device
         self.prefill_graphs: PrefillGraphRunner | None = None
         self.prefill_init = PrefillGraphStatus.NOT_REQUESTED  # status of every prompt while there are no graphs
         self.prefill_detail = ""
+
+    def _maker(self) -> LayerMaker:
+        """Fused layers for a device; on the CPU too, in Triton's interpreter, with a backend that has no other way."""
+        if not self.backend.capabilities.device_rows:
+            return HostMaker(self.dtype)
+        from engine.layers.device import DeviceMaker
+
+        return DeviceMaker(self.dtype, self.device)
 
     @property
     def attention_backend(self) -> str:
@@ -93,19 +116,43 @@ class ModelRunner:
             raise ValueError(f"a KV pool needs at least 2 blocks, one of them reserved; got {num_blocks}")
         config = self.config
         shape = (num_blocks, 2, config.num_kv_heads, self.block_size, config.head_dim)
-        self.kv_layers[FULL_GROUP] = [huge_zeros(shape, self.dtype) for _ in range(config.num_layers)]
+        on_host = self.device.type == "cpu"
+        self.kv_layers[FULL_GROUP] = [
+            huge_zeros(shape, self.dtype) if on_host else torch.zeros(shape, dtype=self.dtype, device=self.device)
+            for _ in range(config.num_layers)
+        ]
         self._bound = [self.backend.bind(pool) for pool in self.kv_layers[FULL_GROUP]]
         self.num_blocks = num_blocks
+        if self.backend.capabilities.device_rows:
+            self.device_steps = self._make_device_steps()
+
+    def _make_device_steps(self) -> DeviceSteps:
+        from engine.runner.device_steps import DeviceSteps
+
+        return DeviceSteps(
+            self.model,
+            self.backend,
+            self._bound,
+            self.limits,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            vocab_size=self.config.vocab_size,
+            device=self.device,
+            group_tags=tuple(group.tag for group in self.groups),
+        )
 
     @torch.inference_mode()
     def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult:
         """Compute the batch's tokens, write their KV and sample where asked.
 
-        on_layer(group tag, layer) is called as soon as that layer's KV of all rows is in the pool.
+        on_layer(group tag, layer) is called as soon as that layer's KV of all rows is in the pool; on a device, as soon
+        as its writing has been enqueued on the current stream.
         A row whose numbers are not finite has a `failure` in its result; the others are not concerned. Raises
         ValueError for a batch that points outside its blocks; the pool is then untouched.
         """
         begin = time.perf_counter()
+        if self.device_steps is not None:
+            return self._execute_on_device(self.device_steps, batch, on_layer, begin)
         inputs = build_inputs(batch, self.device)
         hidden = self.forward(batch, inputs, on_layer)
         logits = None
@@ -123,15 +170,8 @@ class ModelRunner:
                 results[index].logprob = token.logprob
                 results[index].top_logprobs = token.top_logprobs
         self._check_chunks(batch, inputs, hidden, results)
-        for row, result in zip(batch.rows, results, strict=True):
-            if result.failure is not None:
-                end = row.start + len(row.token_ids)
-                written = row.block_table[row.start // self.block_size : -(-end // self.block_size)]
-                self.wipe(FULL_GROUP, written)
-        for row, result, first in zip(batch.rows, results, inputs.first_token, strict=True):
-            if row.prompt_logprobs_from >= 0 and result.failure is None:
-                own = hidden[first : first + len(row.token_ids)]
-                result.prompt_logprobs = self._prompt_logprobs(row, own)
+        self._wipe_failed(batch, results)
+        self._add_prompt_logprobs(batch, inputs.first_token, hidden, results)
         return StepResult(
             results,
             forwarded - begin,
@@ -139,6 +179,42 @@ class ModelRunner:
             prefill_status=self.prefill_init,
             prefill_detail=self.prefill_detail,
         )
+
+    def _execute_on_device(
+        self, steps: DeviceSteps, batch: StepBatch, on_layer: Callable[[str, int], None] | None, begin: float
+    ) -> StepResult:
+        launched = steps.launch(batch, None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer))
+        results = steps.finish(batch, launched)
+        forwarded = time.perf_counter()
+        self._wipe_failed(batch, results)
+        if launched.stream is not None and any(row.prompt_logprobs_from >= 0 for row in batch.rows):
+            self._add_prompt_logprobs(batch, launched.first_token, launched.stream.hidden(), results)
+        return StepResult(
+            results,
+            forwarded - begin,
+            time.perf_counter() - forwarded,
+            prefill_status=self.prefill_init,
+            prefill_detail=self.prefill_detail,
+            decode_status=launched.decision.status.value,
+            decode_graph_rows=launched.decision.size,
+        )
+
+    def _wipe_failed(self, batch: StepBatch, results: Sequence[RowResult]) -> None:
+        """What a failed row wrote may hold NaN."""
+        for row, result in zip(batch.rows, results, strict=True):
+            if result.failure is not None:
+                end = row.start + len(row.token_ids)
+                written = row.block_table[row.start // self.block_size : -(-end // self.block_size)]
+                self.wipe(FULL_GROUP, written)
+
+    def _add_prompt_logprobs(
+        self, batch: StepBatch, first_token: Sequence[int], hidden: torch.Tensor, results: Sequence[RowResult]
+    ) -> None:
+        """hidden: [tokens, hidden] of the batch."""
+        for row, result, first in zip(batch.rows, results, first_token, strict=True):
+            if row.prompt_logprobs_from >= 0 and result.failure is None:
+                own = hidden[first : first + len(row.token_ids)]
+                result.prompt_logprobs = self._prompt_logprobs(row, own)
 
     def forward(
         self, batch: StepBatch, inputs: StepInputs, on_layer: Callable[[str, int], None] | None = None
@@ -182,8 +258,9 @@ class ModelRunner:
         """Zeroes blocks that may hold NaN. Attention masks the free slots of a block by their scores, and NaN is
         stronger than any mask: left there, it would reach the next request that gets the block."""
         if blocks:
+            places = torch.tensor(list(blocks), device=self.device)
             for pool in self.kv_layers[group]:
-                pool[list(blocks)] = 0
+                pool.index_fill_(0, places, 0)
 
     def _prompt_logprobs(self, row: BatchRow, hidden: torch.Tensor) -> list[PromptLogprob]:
         """Log-probabilities of the prompt tokens after this row's. hidden: [tokens of the row, hidden]."""

@@ -1,0 +1,22 @@
+"""The device that an engine computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.loader.errors import ModelLoadError
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of `--device`; "auto" takes CUDA where there is a device of it. Raises ModelLoadError."""
+    if name not in DEVICES:
+        raise ModelLoadError(f"--device {name!r} is not supported; supported: {', '.join(DEVICES)}")
+    if name == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
+        raise ModelLoadError("--device 'cuda': PyTorch finds no CUDA device here; use 'cpu' or 'auto'")
+    return torch.device("cpu")
