@@ -1,0 +1,299 @@
+"""Sampling on the device, first part: the largest logit of every row, and changes of single logits.
+
+`largest` finds per row the largest logit, its lowest token id and whether the row is usable: the greedy token, and the
+peak that `kernels.draw` and `kernels.logprobs` start from. It reads every logit once. With V = 128,256 tokens float32:
+
+    1 row      0.5 MB   read by 63 programs; the floor is a launch, one trip to memory and two reductions, about 3 us
+    256 rows   131 MB   floor 29 us at 4.5 TB/s; four operations per logit never matter
+
+A row is split over programs so that about a thousand of them share the work. Each writes its largest logit; the last
+one of a row to finish (an atomic ticket per row) reads those of the others and writes the row's result, so that one
+launch suffices. Maxima do not depend on the order of the comparisons: neither does the result on the split.
+
+`adjust` writes bias, mask and penalties into the logits of the tokens that rows name, 24 bytes of instructions per
+token, and `restore` puts the old logits back. Rows that name no token cost nothing.
+
+All launchers take [rows, vocab] logits of any float dtype, whose rows may lie apart; work is done in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.jit import jit, tl, triton
+
+# One row's parameters, ROW_WORDS int64 words on the device: WHAT, temperature (float64), top-k (the vocabulary where
+# there is no limit), top-p (float64), least weight of min-p, seed, token index. See kernels.draw for their meaning.
+ROW_WORDS = 7
+DRAWN, SELECTS, ADJUSTED = 1, 2, 4  # bits of the word WHAT: not greedy; has top-k or top-p; named in `entries`
+LOGPROBS_SHIFT = 8  # WHAT >> 8: 0, or one more than the number of most likely tokens to report
+
+# One token's change, ENTRY_WORDS int64 words: row << 32 | token; bias << 32 | repetition penalty; subtrahend. The
+# last three are float32 bits. A bias of minus infinity masks the token, a penalty of 1 changes nothing.
+ENTRY_WORDS = 3
+
+USABLE, NOT_FINITE, ALL_MASKED = 0, 1, 2  # what `flags` says of a row
+
+_SPLIT_BLOCK = 2048  # logits that a program of `largest` looks at in one go
+_PROGRAMS = 1024  # of `largest`: one wave on a GPU with 132 multiprocessors
+_FEW_ROWS = 16
+_ENTRIES = 256
+
+_WORDS = tl.constexpr(ROW_WORDS)
+_ENTRY = tl.constexpr(ENTRY_WORDS)
+_ADJUSTED = tl.constexpr(ADJUSTED)
+_NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Device memory that the sampling kernels of one stream share; no two launches may use it at once.
+
+    A row of logits is cut into blocks of `block_for(rows)` tokens. Where a shape says blocks, memory is for the
+    larger of (many rows, wide blocks) and (few rows, narrow blocks).
+    """
+
+    max_rows: int
+    vocab: int
+    candidates: int  # tokens near the end of a row's selection that are looked at one by one
+    blocks: tuple[int, int]  # tokens per block for few rows, and for many
+    peaks: torch.Tensor  # float32 [max_rows]: largest logit, after `adjust`
+    raw_peaks: torch.Tensor  # float32 [max_rows]: largest logit, before it
+    tickets: torch.Tensor  # int32 [max_rows], zero between launches
+    candidate_counts: torch.Tensor  # int32 [max_rows], zero between launches
+    candidate_ids: torch.Tensor  # int32 [max_rows, candidates]
+    part_values: torch.Tensor  # float32 [rows x blocks]
+    part_ids: torch.Tensor  # int32 [rows x blocks]
+    part_masses: torch.Tensor  # int64 [rows x blocks, 2]
+    histograms: torch.Tensor  # int32 [rows x blocks, BINS]
+    regions: torch.Tensor  # int64 [max_rows, 4]
+
+    def block_for(self, rows: int) -> int:
+        """Tokens per block of kernels.draw and kernels.logprobs for that many rows."""
+        return self.blocks[0] if rows <= _FEW_ROWS else self.blocks[1]
+
+
+def scratch_for(
+    max_rows: int,
+    vocab: int,
+    device: torch.device | str,
+    *,
+    blocks: tuple[int, int] = (2048, 4096),
+    candidates: int = 2048,
+    bins: int = 128,
+) -> Scratch:
+    """Memory for up to max_rows rows of vocab logits. The sizes, powers of two, are arguments for tests only."""
+    few = min(max_rows, _FEW_ROWS)
+    cells = max(few * -(-vocab // blocks[0]), max_rows * -(-vocab // blocks[1]), few * -(-vocab // _SPLIT_BLOCK))
+    cells = max(cells, _PROGRAMS, max_rows)
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return Scratch(
+        max_rows=max_rows,
+        vocab=vocab,
+        candidates=candidates,
+        blocks=blocks,
+        peaks=zeros(max_rows, dtype=torch.float32),
+        raw_peaks=zeros(max_rows, dtype=torch.float32),
+        tickets=zeros(max_rows, dtype=torch.int32),
+        candidate_counts=zeros(max_rows, dtype=torch.int32),
+        candidate_ids=zeros(max_rows, candidates, dtype=torch.int32),
+        part_values=zeros(cells, dtype=torch.float32),
+        part_ids=zeros(cells, dtype=torch.int32),
+        part_masses=zeros(cells, 2, dtype=torch.int64),
+        histograms=zeros(cells, bins, dtype=torch.int32),
+        regions=zeros(max_rows, 4, dtype=torch.int64),
+    )
+
+
+@jit
+def order_key(x):
+    """int32 numbers in the order of the float32 numbers x; equal for both zeros."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def key_value(key):
+    """The float32 number with that order_key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def last_to_arrive(tickets, row, programs):
+    """Whether all other programs of `row` have called this, and what they stored before is visible.
+
+    Their stores must be read with cache_modifier=".cg": first-level caches are not coherent.
+    """
+    tl.debug_barrier()  # the ticket is drawn by one thread, for the stores of all
+    last = tl.atomic_add(tickets + row, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(tickets + row, 0)
+    return last
+
+
+@jit
+def _largest_kernel(
+    logits,
+    row_stride,
+    params,
+    peaks,
+    raw_peaks,
+    tokens,
+    flags,
+    part_values,
+    part_ids,
+    tickets,
+    vocab: tl.constexpr,
+    span: tl.constexpr,  # logits per program, a multiple of BLOCK
+    ONLY_ADJUSTED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    if ONLY_ADJUSTED:
+        if (tl.load(params + row * _WORDS) & _ADJUSTED) == 0:
+            return
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = split * span + lane
+    for begin in range(split * span, tl.minimum(split * span + span, vocab), BLOCK):
+        ids = begin + lane
+        x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))  # a row with NaN is unusable, as one with infinity is
+        better = x > best
+        best = tl.where(better, x, best)
+        best_id = tl.where(better, ids, best_id)
+    peak = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == peak, best_id, _NO_TOKEN), axis=0)
+    finish = True
+    if SPLITS > 1:
+        tl.store(part_values + row * SPLITS + split, peak)
+        tl.store(part_ids + row * SPLITS + split, token)
+        finish = last_to_arrive(tickets, row, SPLITS)
+        if finish:
+            part = tl.arange(0, SPLITS_POW2)
+            there = part < SPLITS
+            values = tl.load(
+                part_values + row * SPLITS + part, mask=there, other=float("-inf"), cache_modifier=".cg"
+            )
+            token_ids = tl.load(part_ids + row * SPLITS + part, mask=there, other=_NO_TOKEN, cache_modifier=".cg")
+            peak = tl.max(values, axis=0)
+            token = tl.min(tl.where(values == peak, token_ids, _NO_TOKEN), axis=0)
+    if finish:
+        usable = (peak > float("-inf")) & (peak < float("inf"))
+        failure = _NOT_FINITE
+        if ONLY_ADJUSTED:
+            raw = tl.load(raw_peaks + row)
+            failure = tl.where((raw > float("-inf")) & (raw < float("inf")), _ALL_MASKED, _NOT_FINITE)
+        else:
+            tl.store(raw_peaks + row, peak)
+        tl.store(peaks + row, peak)
+        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(flags + row, tl.where(usable, 0, failure).to(tl.int64))
+
+
+@jit(do_not_specialize=["entries_count"])
+def _adjust_kernel(logits, row_stride, entries, entries_count, saved, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < entries_count
+    words = entries + entry.to(tl.int64) * _ENTRY
+    place = tl.load(words, mask=there, other=0)
+    at = logits + (place >> 32) * row_stride + (place & 0xFFFFFFFF)
+    factors = tl.load(words + 1, mask=there, other=0)
+    bias = (factors >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    penalty = factors.to(tl.int32).to(tl.float32, bitcast=True)
+    subtrahend = tl.load(words + 2, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+    x = tl.load(at, mask=there, other=0.0)
+    tl.store(saved + entry, x, mask=there)
+    x = tl.where(bias == float("-inf"), bias, x + bias)
+    x = tl.where(penalty == 1.0, x, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty))
+    tl.store(at, x - subtrahend, mask=there)
+
+
+@jit(do_not_specialize=["entries_count"])
+def _restore_kernel(logits, row_stride, entries, entries_count, saved, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < entries_count
+    place = tl.load(entries + entry.to(tl.int64) * _ENTRY, mask=there, other=0)
+    x = tl.load(saved + entry, mask=there)
+    tl.store(logits + (place >> 32) * row_stride + (place & 0xFFFFFFFF), x, mask=there)
+
+
+def largest(
+    logits: torch.Tensor,
+    scratch: Scratch,
+    tokens: torch.Tensor,
+    flags: torch.Tensor,
+    adjusted: torch.Tensor | None = None,
+) -> None:
+    """Largest logits, [rows, vocab] to tokens int64 [>= rows], flags int64 [>= rows] and the scratch's peaks.
+
+    Of equal logits the lowest token id counts. flags: USABLE, or NOT_FINITE when the row has a NaN or its largest
+    logit is not finite; `tokens` then holds any id below vocab. Can be captured in a CUDA graph.
+
+    adjusted: the rows' parameters. Given after `adjust`: only rows whose WHAT has ADJUSTED are looked at, raw peaks
+    stay, and flags are ALL_MASKED where the raw peak was finite and the peak is no longer.
+    """
+    rows, vocab = logits.shape
+    if not rows:
+        return
+    splits = min(max(_PROGRAMS // rows, 1), triton.cdiv(vocab, _SPLIT_BLOCK))
+    span = triton.cdiv(triton.cdiv(vocab, splits), _SPLIT_BLOCK) * _SPLIT_BLOCK
+    splits = triton.cdiv(vocab, span)
+    _largest_kernel[(splits, rows)](
+        logits,
+        logits.stride(0),
+        flags if adjusted is None else adjusted,
+        scratch.peaks,
+        scratch.raw_peaks,
+        tokens,
+        flags,
+        scratch.part_values,
+        scratch.part_ids,
+        scratch.tickets,
+        vocab=vocab,
+        span=span,
+        ONLY_ADJUSTED=adjusted is not None,
+        SPLITS=splits,
+        SPLITS_POW2=triton.next_power_of_2(splits),
+        BLOCK=_SPLIT_BLOCK,
+        num_warps=4,
+    )
+
+
+def adjust(logits: torch.Tensor, entries: torch.Tensor, count: int, saved: torch.Tensor) -> None:
+    """Changes float32 logits [rows, vocab] in place as the first `count` entries say, and saves what was there.
+
+    entries: int64 [>= count * ENTRY_WORDS], on the device, one per (row, token) at the most. saved: float32 [>= count].
+    A token's logit x becomes x + bias, then x / penalty if positive and x * penalty if not, then x - subtrahend.
+    """
+    if count:
+        _adjust_kernel[(triton.cdiv(count, _ENTRIES),)](
+            logits, logits.stride(0), entries, count, saved, BLOCK=_ENTRIES, num_warps=4, enable_fp_fusion=False
+        )
+
+
+def restore(logits: torch.Tensor, entries: torch.Tensor, count: int, saved: torch.Tensor) -> None:
+    """Undoes `adjust`."""
+    if count:
+        _restore_kernel[(triton.cdiv(count, _ENTRIES),)](
+            logits, logits.stride(0), entries, count, saved, BLOCK=_ENTRIES, num_warps=4
+        )
+
+
+def reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens int64 [rows], flags int64 [rows] and peaks float32 [rows] of `largest`."""
+    wide = logits.float()
+    wide = torch.where(wide.isnan(), torch.inf, wide)
+    peaks = wide.amax(dim=1)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    tokens = torch.where(wide == peaks[:, None], ids, logits.shape[1]).amin(dim=1)
+    return tokens, (~peaks.isfinite()).long(), peaks
