@@ -10,7 +10,13 @@ every program of a grid one after the other in NumPy.
 
 A scalar argument that changes from step to step (tokens, rows) should be named in `@jit(do_not_specialize=[...])`:
 otherwise Triton compiles up to three variants of the kernel (equal to 1, divisible by 16, others), each at its first
-use, which may be in the middle of serving.
+use, which may be in the middle of serving. Strides should not be: their divisibility is what allows wide loads.
+
+Programmatic dependent launch (Hopper and later) lets a kernel start while the one before it still runs, so that the
+memory does not idle between small kernels. A kernel that takes part has a constexpr PDL: it calls
+`tl.extra.cuda.gdc_launch_dependents()` at its very beginning and `tl.extra.cuda.gdc_wait()`, on every path, before it
+touches anything that another kernel of the step writes or reads; constants (weights) it may load before. It is launched
+with `**pdl_options(tensor)`.
 """
 
 from __future__ import annotations
@@ -132,6 +138,32 @@ def available(device: torch.device | str = "cuda") -> bool:
     if kind == "cpu":
         return interpreted
     return kind == "cuda" and torch.cuda.is_available()
+
+
+def _programmatic_launch(capability: tuple[int, int]) -> bool:
+    return capability >= (9, 0) and _pdl_allowed
+
+
+_pdl_allowed = _installed and not interpreted and os.environ.get("BATON_KERNEL_PDL", "on").lower() not in ("off", "0")
+_PDL_ON, _PDL_OFF = {"PDL": True, "launch_pdl": True}, {"PDL": False}
+_pdl_options: dict[torch.device, dict[str, bool]] = {}  # by device, looked up once
+
+
+def pdl_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel with a constexpr PDL: programmatic dependent launch where the device has it.
+
+    BATON_KERNEL_PDL=off in the environment before the import switches it off.
+    """
+    found = _pdl_options.get(tensor.device)
+    if found is None:
+        on = tensor.is_cuda and _programmatic_launch(torch.cuda.get_device_capability(tensor.device))
+        found = _pdl_options[tensor.device] = _PDL_ON if on else _PDL_OFF
+    return found
+
+
+def pdl(tensor: torch.Tensor) -> bool:
+    """Whether kernels on the tensor's device are launched so."""
+    return pdl_options(tensor)["PDL"]
 
 
 def require(tensor: torch.Tensor) -> None:

@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kernels import jit as jit_module
 from kernels.jit import KernelUnavailable, interpreted, jit, triton
 
 
@@ -61,11 +64,11 @@ class _AbsentGpu:
 
 
 @contextmanager
-def compiled_for(capability: int) -> Iterator[list[CompiledKernel]]:
+def compiled_for(capability: int, pdl: bool = False) -> Iterator[list[CompiledKernel]]:
     """Inside, a launch compiles for compute capability `capability` (90: Hopper) and runs nothing.
 
-    Yields the list of variants, in the order of their first launches. Raises KernelUnavailable without Triton or in its
-    interpreter. Not thread-safe: the whole process launches so.
+    With `pdl`, as for programmatic dependent launch. Yields the list of variants, in the order of their first launches.
+    Raises KernelUnavailable without Triton or in its interpreter. Not thread-safe: the whole process launches so.
     """
     if interpreted:
         raise KernelUnavailable("Triton's interpreter compiles nothing; unset TRITON_INTERPRET")
@@ -86,6 +89,8 @@ def compiled_for(capability: int) -> Iterator[list[CompiledKernel]]:
             known.add(kernel.hash)
             found.append(_described(self.__name__, kernel))
 
+    options = dict(jit_module._pdl_options)
+    jit_module._pdl_options[torch.device("cpu")] = jit_module._PDL_ON if pdl else jit_module._PDL_OFF
     triton.runtime.driver.set_active(_AbsentGpu(capability))
     jit_function.run = compile_only
     try:
@@ -93,6 +98,8 @@ def compiled_for(capability: int) -> Iterator[list[CompiledKernel]]:
     finally:
         jit_function.run = run
         triton.runtime.driver._active = active
+        jit_module._pdl_options.clear()
+        jit_module._pdl_options.update(options)
 
 
 def _described(name: str, kernel: Any) -> CompiledKernel:

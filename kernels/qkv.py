@@ -20,7 +20,14 @@ from __future__ import annotations
 
 import torch
 
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
+
+
+@jit
+def _place(slot, head, block_stride, head_stride, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr):
+    """Offset of a head of a slot among the keys (or values) of the pool."""
+    slot = tl.maximum(slot, 0)
+    return (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * (2 * HALF) + head * head_stride
 
 
 @jit(do_not_specialize=["tokens"])
@@ -51,11 +58,16 @@ def _split_norm_rotate_write_kernel(
     LOOK_UP: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs (tile of tokens, tile of heads). The tiles of heads: those of queries, of keys, of values.
 
     A tile is [TOKENS x HEADS, HALF_BLOCK] for the lower halves of its heads and as much for the upper ones.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     q_tiles: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     tile = tl.program_id(1)
@@ -75,15 +87,13 @@ def _split_norm_rotate_write_kernel(
     source = qkv + (token * qkv_stride + (base + head) * (2 * HALF))[:, None] + lane
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + HALF, mask=inside, other=0.0)
+    slot = tl.load(slots + token, mask=valid, other=-1)
 
     if is_value:
-        slot = tl.load(slots + token, mask=valid, other=-1)
-        inside = inside & (slot >= 0)[:, None]
-        slot = tl.maximum(slot, 0)
-        target = pool + half_stride + (slot // BLOCK_SIZE) * block_stride + head * head_stride
-        target = (target + (slot % BLOCK_SIZE) * (2 * HALF))[:, None] + lane
-        tl.store(target, low, mask=inside)
-        tl.store(target + HALF, high, mask=inside)
+        written = inside & (slot >= 0)[:, None]
+        target = pool + half_stride + _place(slot, head, block_stride, head_stride, BLOCK_SIZE, HALF)[:, None] + lane
+        tl.store(target, low, mask=written)
+        tl.store(target + HALF, high, mask=written)
     else:
         first_half = low.to(tl.float32)
         second_half = high.to(tl.float32)
@@ -108,13 +118,10 @@ def _split_norm_rotate_write_kernel(
             tl.store(goal, turned_low, mask=inside)
             tl.store(goal + HALF, turned_high, mask=inside)
         else:
-            slot = tl.load(slots + token, mask=valid, other=-1)
-            inside = inside & (slot >= 0)[:, None]
-            slot = tl.maximum(slot, 0)
-            goal = pool + (slot // BLOCK_SIZE) * block_stride + head * head_stride
-            goal = (goal + (slot % BLOCK_SIZE) * (2 * HALF))[:, None] + lane
-            tl.store(goal, turned_low, mask=inside)
-            tl.store(goal + HALF, turned_high, mask=inside)
+            written = inside & (slot >= 0)[:, None]
+            target = pool + _place(slot, head, block_stride, head_stride, BLOCK_SIZE, HALF)[:, None] + lane
+            tl.store(target, turned_low, mask=written)
+            tl.store(target + HALF, turned_high, mask=written)
 
 
 def split_norm_rotate_write(
@@ -182,6 +189,7 @@ def split_norm_rotate_write(
         TOKENS=token_tile,
         HEADS=head_tile,
         num_warps=warps,
+        **pdl_options(qkv),
     )
     return q_out
 

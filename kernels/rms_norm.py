@@ -17,15 +17,23 @@ from __future__ import annotations
 
 import torch
 
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
+
+_FEW_ROWS = 256
 
 
 @jit
-def _rms_norm_kernel(x, weight, out, x_stride, out_stride, eps, features: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, out, x_stride, out_stride, eps, features: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < features
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, axis=0) / features + eps)
     tl.store(out + row * out_stride + column, value * inverse * scale, mask=inside)
@@ -43,11 +51,16 @@ def _add_rms_norm_kernel(
     eps,
     features: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < features
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     value = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
     value += tl.load(delta + row * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual + row * residual_stride + column, value, mask=inside)
@@ -73,7 +86,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
             eps,
             features=features,
             BLOCK=triton.next_power_of_2(features),
-            num_warps=_warps(features),
+            num_warps=_warps(rows, features),
+            **pdl_options(x),
         )
     return out
 
@@ -105,7 +119,8 @@ def add_rms_norm(
             eps,
             features=features,
             BLOCK=triton.next_power_of_2(features),
-            num_warps=_warps(features),
+            num_warps=_warps(rows, features),
+            **pdl_options(residual),
         )
     return out
 
@@ -125,6 +140,8 @@ def add_reference(
     return reference(residual, weight, eps, dtype)
 
 
-def _warps(features: int) -> int:
-    """Sixteen features a thread: two loads of 16 bytes of a bfloat16 row, all in flight at once."""
-    return min(max(triton.next_power_of_2(features) // 512, 1), 16)
+def _warps(rows: int, features: int) -> int:
+    """Few rows leave the device empty, so a row takes many threads of 4 features: one load each, and float32 and 2-byte
+    numbers lie alike in the threads. Many rows fill it: 16 features a thread keep more bytes in flight per barrier."""
+    per_thread = 4 if rows <= _FEW_ROWS else 16
+    return min(max(triton.next_power_of_2(features) // (32 * per_thread), 1), 32)

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import torch
 
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
 
 _BLOCK = 1024
 
 
 @jit
-def _swiglu_kernel(gate_up, out, in_stride, out_stride, inner: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up, out, in_stride, out_stride, inner: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -39,7 +43,14 @@ def swiglu(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(inner))
         _swiglu_kernel[(tokens, triton.cdiv(inner, block))](
-            gate_up, out, gate_up.stride(0), out.stride(0), inner=inner, BLOCK=block, num_warps=4
+            gate_up,
+            out,
+            gate_up.stride(0),
+            out.stride(0),
+            inner=inner,
+            BLOCK=block,
+            num_warps=4,
+            **pdl_options(gate_up),
         )
     return out
 
