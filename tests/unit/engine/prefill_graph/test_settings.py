@@ -288,7 +288,7 @@ def test_transport_when_a_field_is_missing_then_it_has_its_default():
         '{"max_padding_ratio": "0.375"}',
         '{"buckets": "1,2"}',
         '{"buckets": [1.5]}',
-        '[1, true, 5, [1], 0.5, false]',
+        "[1, true, 5, [1], 0.5, false]",
     ],
 )
 def test_transport_when_a_field_is_unknown_or_of_another_type_then_it_is_an_error(text):
