@@ -17,16 +17,19 @@ Nothing is sorted. What a row keeps is {rank above a threshold}, found in three 
    weights round to 0. Counts locate the k-th token to one bin. A bin's tokens weigh the same within 20 %, so counts
    also bound every cumulative weight from both sides, and locate the end of top-p to a few bins: the region. Only if
    more than 2,048 tokens lie in it (flat distributions) a second launch divides the region in the same way.
-3. `_draw_kernel`: the exact weight of each block of tokens before the region, and a list of the tokens in it. The last
-   program of a row then bisects the threshold over the list, draws, and looks at the one block with the drawn token.
+3. `_masses_kernel`: the exact weight of each block of tokens before the region, and a list of the tokens in it.
+
+Then `_draw_kernel`, one program per row, bisects the threshold over the list, draws, and reads the one block of logits
+that has the drawn token.
 
 Rows without top-k and top-p skip step 2. Zero-weight tokens never matter: they cannot be drawn, and a top-k that ends
 among them keeps the same weights as none. More than 2,048 tokens in the divided region (equal logits, or a top-k far
 below top-p) are bisected over the whole row by one program: right, but slow (about a millisecond).
 
 Bytes: 4 per logit and reading, so 3 x 131 MB for 256 rows of 128,256 tokens, floor 88 us; the exponential of each
-logit and the ballots of the histogram take as long as the reading. One row takes 4 launches and about 15 us.
-The number of launches does not depend on the rows, and no launch on anything that the host would have to wait for.
+logit and the ballots of the histogram take longer than the reading. The bisection, some 20 steps of one reduction,
+is about 8 us for one row as for many. There are 5 launches (3 without any top-k and top-p) for any number of rows, and
+none depends on anything that the host would have to wait for.
 """
 
 from __future__ import annotations
@@ -339,18 +342,16 @@ def _uniform(params, row):
 
 
 @jit
-def _draw_kernel(
+def _masses_kernel(
     logits,
     row_stride,
     params,
     flags,
     peaks,
-    tokens,
     regions,
     part_masses,
     candidate_counts,
     candidate_ids,
-    tickets,
     vocab: tl.constexpr,
     ONE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -359,6 +360,7 @@ def _draw_kernel(
     BLOCKS_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Weight of each block before the row's region and in all, and the list of the tokens in the region."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     what = tl.load(params + row * _WORDS)
@@ -370,118 +372,153 @@ def _draw_kernel(
     peak = tl.load(peaks + row)
     temperature = _temperature(params, row)
     least = tl.load(params + row * _WORDS + 4)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    mass = _weights(x, peak, temperature, least, ONE)
+    at = part_masses + (row * BLOCKS + block) * 2
+    total = tl.sum(mass, axis=0)
+    tl.store(at + 1, total)
+    if selects:
+        region = regions + row * 4
+        begin = tl.minimum(tl.load(region), _ALL).to(tl.int32)
+        end = tl.minimum(tl.load(region + 1), _ALL).to(tl.int32)
+        inside_count = tl.load(region + 3)
+        position, weighty = _positions(x, peak, temperature, SCALE)
+        tl.store(at, tl.sum(tl.where(position < begin, mass, 0), axis=0))
+        near = (weighty & (position >= begin) & (position < end)).to(tl.int32)
+        found = tl.sum(near, axis=0)
+        if (found > 0) & (inside_count <= CANDIDATES):
+            slot = tl.atomic_add(candidate_counts + row, found, sem="relaxed") + tl.cumsum(near, axis=0) - 1
+            tl.store(candidate_ids + row * CANDIDATES + slot, ids, mask=near > 0)
+    else:
+        tl.store(at, total)
+
+
+@jit
+def _draw_kernel(
+    logits,
+    row_stride,
+    params,
+    flags,
+    peaks,
+    tokens,
+    regions,
+    part_masses,
+    candidate_counts,
+    candidate_ids,
+    vocab: tl.constexpr,
+    ONE: tl.constexpr,
+    SCALE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: the end of its selection, and the draw."""
+    row = tl.program_id(0).to(tl.int64)
+    what = tl.load(params + row * _WORDS)
+    if (what & _DRAWN) == 0:
+        return
+    if tl.load(flags + row) != 0:
+        return
+    selects = (what & _SELECTS) != 0
+    peak = tl.load(peaks + row)
+    temperature = _temperature(params, row)
+    least = tl.load(params + row * _WORDS + 4)
     region = regions + row * 4
-    begin = tl.minimum(tl.where(selects, tl.load(region), _ALL), _ALL).to(tl.int32)
-    end = tl.minimum(tl.where(selects, tl.load(region + 1), _ALL), _ALL).to(tl.int32)
     inside_count = tl.where(selects, tl.load(region + 3), 0)
     row_logits = logits + row * row_stride
     lane = tl.arange(0, BLOCK)
-    ids = block * BLOCK + lane
+    part = tl.arange(0, BLOCKS_POW2)
+    masses_at = part_masses + (row * BLOCKS + part) * 2
+    head_masses = tl.load(masses_at, mask=part < BLOCKS, other=0)
+    kept_mass = tl.sum(head_masses, axis=0)
+    end_key = tl.full([], _LEAST_KEY, tl.int64)
+    end_id = tl.full([], vocab, tl.int32)
+
+    # The tokens of the region, unless they are too many
+    tl.store(candidate_counts + row, 0)
+    wide = inside_count > CANDIDATES
+    near_lane = tl.arange(0, CANDIDATES)
+    got = near_lane < tl.where(wide, 0, inside_count)
+    near_ids = tl.load(candidate_ids + row * CANDIDATES + near_lane, mask=got, other=0)
+    near_x = tl.load(row_logits + near_ids, mask=got, other=float("-inf")).to(tl.float32)
+    near_keys = tl.where(got, order_key(near_x), _NO_KEY)
+    near_masses = tl.where(got, _weights(near_x, peak, temperature, least, ONE), 0)
+
+    if inside_count > 0:
+        top_k = tl.load(params + row * _WORDS + 2)
+        top_p = tl.load(params + row * _WORDS + 3).to(tl.float64, bitcast=True)
+        head_count = tl.load(region + 2)
+        head_mass = kept_mass
+        lowest = tl.min(tl.where(got, near_keys, _ALL), axis=0).to(tl.int64)
+        highest = tl.max(near_keys, axis=0).to(tl.int64)
+        lowest = tl.where(wide, _LEAST_KEY, lowest)
+        highest = tl.where(wide, order_key(peak).to(tl.int64), highest)
+        above_count = tl.where(wide, 0, head_count)
+        above_mass = tl.where(wide, 0, head_mass)
+
+        # Top-k: the key of the k-th token, and how many of its equals are kept
+        limited = top_k <= head_count + inside_count
+        end_key = lowest
+        of_equals = tl.full([], vocab, tl.int64)
+        kept_mass = tl.sum(tl.load(masses_at + 1, mask=part < BLOCKS, other=0), axis=0)
+        if limited:
+            end_key, count, heavier = _end_key(
+                top_k, False, lowest, highest, above_count, above_mass,
+                near_keys, near_masses, head_count, head_mass, wide, row_logits, peak, temperature, least,
+                vocab, ONE, BLOCK,
+            )  # fmt: skip
+            of_equals = top_k - count
+            each = _weights(key_value(end_key.to(tl.int32)), peak, temperature, least, ONE)
+            kept_mass = heavier + of_equals * each
+
+        # Top-p: the same, by weight
+        if top_p < 1.0:
+            share = top_p * kept_mass.to(tl.float64)
+            wanted = share.to(tl.int64)
+            wanted += (wanted.to(tl.float64) < share).to(tl.int64)
+            p_key, count, heavier = _end_key(
+                wanted, True, end_key, highest, above_count, above_mass,
+                near_keys, near_masses, head_count, head_mass, wide, row_logits, peak, temperature, least,
+                vocab, ONE, BLOCK,
+            )  # fmt: skip
+            each = _weights(key_value(p_key.to(tl.int32)), peak, temperature, least, ONE)
+            needed = (wanted - heavier + each - 1) // tl.maximum(each, 1)
+            of_equals = tl.where(p_key == end_key, tl.minimum(of_equals, needed), needed)
+            end_key = p_key
+            kept_mass = heavier + of_equals * each
+        end_id = _end_id(of_equals, end_key.to(tl.int32), near_ids, near_keys, wide, row_logits, vocab, BLOCK)
+
+    # Weight kept of each block: what lies before the region, and the kept tokens of the region
+    key = end_key.to(tl.int32)
+    near_masses = tl.where(_keeps(near_ids, near_keys, key, end_id), near_masses, 0)
+    if wide:
+        for begin_block in range(0, BLOCKS):
+            others = begin_block * BLOCK + lane
+            x = tl.load(row_logits + others, mask=others < vocab, other=float("-inf")).to(tl.float32)
+            kept = _keeps(others, order_key(x), key, end_id)
+            mass = tl.where(kept, _weights(x, peak, temperature, least, ONE), 0)
+            head_masses = tl.where(part == begin_block, tl.sum(mass, axis=0), head_masses)
+
+    # The first block whose cumulative weight exceeds the target, and the first token in it
+    target = (_uniform(params, row) * kept_mass.to(tl.float64)).to(tl.int64)
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], BLOCKS - 1, tl.int32)
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        through = tl.sum(tl.where(part <= middle, head_masses, 0), axis=0)
+        through += tl.sum(tl.where(near_ids < (middle + 1) * BLOCK, near_masses, 0), axis=0)
+        high = tl.where(through > target, middle, high)
+        low = tl.where(through > target, low, middle + 1)
+    target -= tl.sum(tl.where(part < low, head_masses, 0), axis=0)
+    target -= tl.sum(tl.where(near_ids < low * BLOCK, near_masses, 0), axis=0)
+    ids = low * BLOCK + lane
     x = tl.load(row_logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     mass = _weights(x, peak, temperature, least, ONE)
-    position, weighty = _positions(x, peak, temperature, SCALE)
-    cell = row * BLOCKS + block
-    tl.store(part_masses + cell * 2, tl.sum(tl.where(position < begin, mass, 0), axis=0))
-    tl.store(part_masses + cell * 2 + 1, tl.sum(mass, axis=0))
-    if (inside_count > 0) & (inside_count <= CANDIDATES):
-        near = (weighty & (position >= begin) & (position < end)).to(tl.int32)
-        found = tl.sum(near, axis=0)
-        if found > 0:
-            slot = tl.atomic_add(candidate_counts + row, found, sem="relaxed") + tl.cumsum(near, axis=0) - 1
-            tl.store(candidate_ids + row * CANDIDATES + slot, ids, mask=near > 0)
-
-    if last_to_arrive(tickets, row, BLOCKS):
-        tl.store(candidate_counts + row, 0)
-        part = tl.arange(0, BLOCKS_POW2)
-        masses_at = part_masses + (row * BLOCKS + part) * 2
-        head_masses = tl.load(masses_at, mask=part < BLOCKS, other=0, cache_modifier=".cg")
-        all_masses = tl.load(masses_at + 1, mask=part < BLOCKS, other=0, cache_modifier=".cg")
-        kept_mass = tl.sum(head_masses, axis=0)
-        end_key = tl.full([], _LEAST_KEY, tl.int64)
-        end_id = tl.full([], vocab, tl.int32)
-
-        # The tokens of the region, unless they are too many
-        wide = inside_count > CANDIDATES
-        near_lane = tl.arange(0, CANDIDATES)
-        got = near_lane < tl.where(wide, 0, inside_count)
-        near_ids = tl.load(candidate_ids + row * CANDIDATES + near_lane, mask=got, other=0, cache_modifier=".cg")
-        near_x = tl.load(row_logits + near_ids, mask=got, other=float("-inf")).to(tl.float32)
-        near_keys = tl.where(got, order_key(near_x), _NO_KEY)
-        near_masses = tl.where(got, _weights(near_x, peak, temperature, least, ONE), 0)
-
-        if inside_count > 0:
-            top_k = tl.load(params + row * _WORDS + 2)
-            top_p = tl.load(params + row * _WORDS + 3).to(tl.float64, bitcast=True)
-            head_count = tl.load(region + 2)
-            head_mass = kept_mass
-            lowest = tl.min(tl.where(got, near_keys, _ALL), axis=0).to(tl.int64)
-            highest = tl.max(near_keys, axis=0).to(tl.int64)
-            lowest = tl.where(wide, _LEAST_KEY, lowest)
-            highest = tl.where(wide, order_key(peak).to(tl.int64), highest)
-            above_count = tl.where(wide, 0, head_count)
-            above_mass = tl.where(wide, 0, head_mass)
-
-            # Top-k: the key of the k-th token, and how many of its equals are kept
-            limited = top_k <= head_count + inside_count
-            end_key = lowest
-            of_equals = tl.full([], vocab, tl.int64)
-            kept_mass = tl.sum(all_masses, axis=0)
-            if limited:
-                end_key, count, heavier = _end_key(
-                    top_k, False, lowest, highest, above_count, above_mass,
-                    near_keys, near_masses, head_count, head_mass, wide, row_logits, peak, temperature, least,
-                    vocab, ONE, BLOCK,
-                )  # fmt: skip
-                of_equals = top_k - count
-                each = _weights(key_value(end_key.to(tl.int32)), peak, temperature, least, ONE)
-                kept_mass = heavier + of_equals * each
-
-            # Top-p: the same, by weight
-            if top_p < 1.0:
-                share = top_p * kept_mass.to(tl.float64)
-                wanted = share.to(tl.int64)
-                wanted += (wanted.to(tl.float64) < share).to(tl.int64)
-                p_key, count, heavier = _end_key(
-                    wanted, True, end_key, highest, above_count, above_mass,
-                    near_keys, near_masses, head_count, head_mass, wide, row_logits, peak, temperature, least,
-                    vocab, ONE, BLOCK,
-                )  # fmt: skip
-                each = _weights(key_value(p_key.to(tl.int32)), peak, temperature, least, ONE)
-                needed = (wanted - heavier + each - 1) // tl.maximum(each, 1)
-                of_equals = tl.where(p_key == end_key, tl.minimum(of_equals, needed), needed)
-                end_key = p_key
-                kept_mass = heavier + of_equals * each
-            end_id = _end_id(of_equals, end_key.to(tl.int32), near_ids, near_keys, wide, row_logits, vocab, BLOCK)
-
-        # Weight kept of each block: what lies before the region, and the kept tokens of the region
-        key = end_key.to(tl.int32)
-        near_masses = tl.where(_keeps(near_ids, near_keys, key, end_id), near_masses, 0)
-        if wide:
-            for begin_block in range(0, BLOCKS):
-                others = begin_block * BLOCK + lane
-                x = tl.load(row_logits + others, mask=others < vocab, other=float("-inf")).to(tl.float32)
-                kept = _keeps(others, order_key(x), key, end_id)
-                mass = tl.where(kept, _weights(x, peak, temperature, least, ONE), 0)
-                head_masses = tl.where(part == begin_block, tl.sum(mass, axis=0), head_masses)
-
-        # The first block whose cumulative weight exceeds the target, and the first token in it
-        target = (_uniform(params, row) * kept_mass.to(tl.float64)).to(tl.int64)
-        low = tl.full([], 0, tl.int32)
-        high = tl.full([], BLOCKS - 1, tl.int32)
-        while low < high:
-            middle = low + ((high - low) >> 1)
-            through = tl.sum(tl.where(part <= middle, head_masses, 0), axis=0)
-            through += tl.sum(tl.where(near_ids < (middle + 1) * BLOCK, near_masses, 0), axis=0)
-            high = tl.where(through > target, middle, high)
-            low = tl.where(through > target, low, middle + 1)
-        target -= tl.sum(tl.where(part < low, head_masses, 0), axis=0)
-        target -= tl.sum(tl.where(near_ids < low * BLOCK, near_masses, 0), axis=0)
-        ids = low * BLOCK + lane
-        x = tl.load(row_logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-        mass = _weights(x, peak, temperature, least, ONE)
-        mass = tl.where(_keeps(ids, order_key(x), key, end_id), mass, 0)
-        token = low * BLOCK + tl.sum((tl.cumsum(mass, axis=0) <= target).to(tl.int32), axis=0)
-        tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    mass = tl.where(_keeps(ids, order_key(x), key, end_id), mass, 0)
+    token = low * BLOCK + tl.sum((tl.cumsum(mass, axis=0) <= target).to(tl.int32), axis=0)
+    tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
 def draw(
@@ -526,16 +563,10 @@ def draw(
                 SECOND=second,
                 **constants,
             )
-    _draw_kernel[grid](
-        *common,
-        tokens,
-        scratch.regions,
-        scratch.part_masses,
-        scratch.candidate_counts,
-        scratch.candidate_ids,
-        scratch.tickets,
-        **constants,
-    )
+    selected = (scratch.regions, scratch.part_masses, scratch.candidate_counts, scratch.candidate_ids)
+    _masses_kernel[grid](*common, *selected, **constants)
+    # A row is one program: with at most 128 registers a thread, two of them share a multiprocessor.
+    _draw_kernel[(rows,)](*common, tokens, *selected, maxnreg=128, **constants)
 
 
 def reference(

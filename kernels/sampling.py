@@ -6,7 +6,7 @@ peak that `kernels.draw` and `kernels.logprobs` start from. It reads every logit
     1 row      0.5 MB   read by 63 programs; the floor is a launch, one trip to memory and two reductions, about 3 us
     256 rows   131 MB   floor 29 us at 4.5 TB/s; four operations per logit never matter
 
-A row is split over programs so that about a thousand of them share the work. Each writes its largest logit; the last
+A row is split over programs so that up to 792 of them, one wave, share the work. Each writes its largest logit; the last
 one of a row to finish (an atomic ticket per row) reads those of the others and writes the row's result, so that one
 launch suffices. Maxima do not depend on the order of the comparisons: neither does the result on the split.
 
@@ -37,7 +37,7 @@ ENTRY_WORDS = 3
 USABLE, NOT_FINITE, ALL_MASKED = 0, 1, 2  # what `flags` says of a row
 
 _SPLIT_BLOCK = 2048  # logits that a program of `largest` looks at in one go
-_PROGRAMS = 1024  # of `largest`: one wave on a GPU with 132 multiprocessors
+_PROGRAMS = 792  # of `largest`, at the most: one wave, six programs on each of 132 multiprocessors
 _FEW_ROWS = 16
 _ENTRIES = 256
 
