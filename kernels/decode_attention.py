@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.jit import jit, tl
+from kernels.jit import jit, pdl_options, tl
 from kernels.paged_kv import described, dot, multiprocessors, next_power
 
 
@@ -45,7 +45,7 @@ class DecodeConfig:
 
 # Rows of a batch up to which the next two hold: pieces of a row at most, tiles of a piece at least. Few rows need many
 # short pieces to occupy the device; many rows occupy it anyway, and cutting them costs memory and the adding up.
-_CUTS = ((1, 32, 1), (4, 64, 2), (64, 64, 4), (2**31, 16, 8))
+_CUTS = ((1, 32, 1), (4, 64, 2), (16, 64, 4), (64, 64, 8), (2**31, 16, 8))
 
 
 def config_for(rows: int, head_dim: int, itemsize: int) -> DecodeConfig:
@@ -187,7 +187,11 @@ def _decode_kernel(
     MIN_TILES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
     PIECE: tl.constexpr = PAGE * DIM  # elements of one block's keys of one head
     row_ids = tl.arange(0, ROWS_PAD)
@@ -316,6 +320,7 @@ def _combine(
     top = tl.max(tops, 0)
     top = tl.where(g < GROUP, top, 0.0)
     norm = tl.sum(norms * tl.exp2(tops - top[None, :]), 0)
+    norm = tl.where(g < GROUP, norm, 1.0)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     steps = tl.arange(0, STEP)
     real = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -367,7 +372,7 @@ def decode_attention(
         scratch = scratch_for(rows, heads, kv_heads, dim, q.device, config.splits)
     if rows * config.splits * heads * 2 > scratch.stats.numel() or rows * kv_heads > scratch.counters.numel():
         raise ValueError(f"the scratch memory is too small for {rows} rows of {config.splits} pieces")
-    descriptors = config.descriptors and page % config.tile == 0
+    descriptors = config.descriptors and page % config.tile == 0 and q.element_size() == 2
     group = heads // kv_heads
     programs = min(multiprocessors(q.device) * config.per_sm, rows * config.splits * kv_heads)
     _decode_kernel[(programs,)](
@@ -400,6 +405,7 @@ def decode_attention(
         MIN_TILES=config.min_tiles,
         DESCRIPTORS=descriptors,
         PRECISION="ieee",
+        **pdl_options(q),
         num_warps=config.warps,
         num_stages=1,
     )

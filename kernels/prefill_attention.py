@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import torch
 
-from kernels.jit import jit, tl
+from kernels.jit import jit, pdl_options, tl
 from kernels.paged_kv import described, dot, next_power
 
 
@@ -212,7 +212,11 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     TOKENS: tl.constexpr = BLOCK // GROUP
     head = tl.program_id(0)
     row_ids = tl.arange(0, ROWS_PAD)
@@ -301,7 +305,7 @@ def prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     group = heads // kv_heads
     config = config or config_for(tokens, dim, q.element_size(), group)
-    descriptors = config.descriptors and page % config.tile == 0
+    descriptors = config.descriptors and page % config.tile == 0 and q.element_size() == 2
     _prefill_kernel[(kv_heads, tokens // (config.block // group) + rows)](
         q,
         pool,
@@ -327,6 +331,7 @@ def prefill_attention(
         STAGES=config.stages,
         DESCRIPTORS=descriptors,
         PRECISION="ieee",
+        **pdl_options(q),
         num_warps=config.warps,
         num_stages=1,
     )
