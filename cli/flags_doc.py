@@ -32,8 +32,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("cache_store_port", "prefill", "decode", "api_key"),
     ),
     "Engine": (
-        *("dtype", "load_format", "attention_backend", "tensor_parallel_size", "threads", "max_model_len"),
-        *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager"),
+        *("dtype", "load_format", "device", "attention_backend", "tensor_parallel_size", "threads", "max_model_len"),
+        *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "gpu_memory_utilization"),
+        *("enable_cuda_graph", "enforce_eager", "decode_capture_config", "cuda_graph_debug"),
         *("enable_prefill_cuda_graph", "prefill_cuda_graph_max_requests", "prefill_cuda_graph_capture_config"),
         *("prefill_cuda_graph_max_padding_ratio", "prefill_cuda_graph_strict"),
         *("allow_local_prefill", "engine_start_timeout_secs"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.graph_settings import PrefillGraphSettings
+from engine.graph_settings import DECODE_SIZES_FLAG, PrefillGraphSettings
 from rpc.errors import BatonError, ErrorCode
 
 ROLES = ("prefill", "decode")
@@ -28,18 +28,22 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     dtype: str = "auto"
     load_format: str = "auto"
     attention_backend: str = "auto"
+    device: str = "auto"
     threads: int = 0  # intra-op threads of torch; 0 leaves torch's own choice
 
-    block_size: int = 16  # tokens per KV block
+    block_size: int = 0  # tokens per KV block; 0: 64 on CUDA, 16 on the CPU
     num_kv_blocks: int = 0  # usable blocks; 0: from kv_cache_memory_bytes
     kv_cache_memory_bytes: int = 0  # 0: a share of the free memory
+    gpu_memory_utilization: float = 0.9  # share of a device's memory that this engine may take
     max_model_len: int = 0  # prompt and generated tokens; 0: the model's own limit
     max_num_seqs: int = 64  # requests computed in one step
     max_num_batched_tokens: int = 2048  # tokens computed in one step
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     allow_local_prefill: bool = True  # a decode server may compute prompts itself
-    enable_cuda_graph: bool = False
+    enable_cuda_graph: bool | None = None  # None: on with CUDA
+    decode_capture_sizes: tuple[int, ...] = ()  # rows of the decode graphs; empty: the default list
+    cuda_graph_debug: bool = False
     prefill_graph: PrefillGraphSettings = PrefillGraphSettings()
 
     host: str = "127.0.0.1"  # bind address of the cache-store agent
@@ -82,7 +86,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _one_of("--role", self.role, ROLES)
         _one_of("--kv-checksum", self.kv_checksum, CHECKSUMS)
         _one_of("--kv-load-failure-policy", self.kv_load_failure_policy, LOAD_FAILURE_POLICIES)
-        _in_range("--block-size", self.block_size, 1, 1024)
+        _in_range("--block-size", self.block_size, 0, 1024)
+        _in_range("--gpu-memory-utilization", self.gpu_memory_utilization, 0.01, 1)
         _in_range("--num-kv-blocks", self.num_kv_blocks, 0, 1 << 31)
         _in_range("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, 0, 1 << 62)
         _in_range("--max-model-len", self.max_model_len, 0, 1 << 31)
@@ -102,6 +107,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--decode-retry-timeout-ms", self.decode_retry_timeout_ms, 0, 60_000)
         _in_range("--decode-retry-interval-ms", self.decode_retry_interval_ms, 1, 1000)
         self.prefill_graph.check()
+        for size in self.decode_capture_sizes:
+            _in_range(DECODE_SIZES_FLAG, size, 1, self.max_num_seqs)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BatonError(
                 ErrorCode.INVALID_PARAMS,

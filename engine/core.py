@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -41,6 +42,7 @@ from rpc.log_limit import LogLimit
 from rpc.metric_families import Role, families_of
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
+STOP_S = 10.0  # longest wait of a thread that stops the loop
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Runner(Protocol):
 
     def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult: ...
     def wipe(self, group: str, blocks: Sequence[int]) -> None: ...
+    def release(self) -> None: ...
 
 
 class EngineCore:
@@ -112,10 +115,16 @@ class EngineCore:
         if message.flush_cache:
             self.kv.flush()
         if message.shutdown:
-            self.stopping = True
-            scheduler.end_all(
-                BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; send the request to another one")
-            )
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends every open request; nothing is computed afterwards. A second call does nothing."""
+        if self.stopping:
+            return
+        self.stopping = True
+        self.scheduler.end_all(
+            BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; send the request to another one")
+        )
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -160,6 +169,12 @@ class EngineCore:
         news.sample("baton_engine_step_seconds", ended - began, kind=kind)
         news.sample("baton_engine_batch_requests", len(plan.rows), kind=kind)
         news.sample("baton_engine_batch_tokens", plan.num_tokens, kind=kind)
+        if kind == "decode" and "baton_decode_cuda_graph_steps_total" in self._families:
+            news.count("baton_decode_cuda_graph_steps_total", status=result.decode_status)
+            padding = max(0, result.decode_graph_rows - len(plan.rows))
+            if padding:
+                news.count("baton_decode_cuda_graph_padded_rows_total", padding)
+                news.count("baton_decode_cuda_graph_padded_tokens_total", padding)
         return True
 
     def _log_graph(self, plan: StepPlan, result: StepResult) -> None:
@@ -295,12 +310,39 @@ class EngineLoop:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._thread = 0
+
+    def stop(self, wait_s: float = STOP_S) -> bool:
+        """Ends `run`, from any thread, as the front's shutdown message does; may be called again. The step that is
+        being computed is finished. True: the loop has ended, and nothing that it used is in use any more.
+
+        Called by the loop's own thread it does not wait.
+        """
+        self._stop.set()
+        self._wakeup.wake()
+        if self._thread == threading.get_ident():
+            return self._ended.is_set()
+        return self._ended.wait(wait_s)
 
     def run(self) -> None:
-        """Returns after the front's shutdown message. Raises EngineUnusable."""
+        """Returns after the front's shutdown message, or `stop`. Raises EngineUnusable."""
+        self._thread = threading.get_ident()
+        try:
+            self._run()
+            # Graphs before the scratch blocks that they write to, and both before the model. Not where the device has
+            # failed, which may not be touched again.
+            self.core.runner.release()
+        finally:
+            self._ended.set()
+
+    def _run(self) -> None:
         core = self.core
         try:
             while True:
+                if self._stop.is_set():
+                    core.stop()
                 self._receive()
                 computed = core.step()
                 self._tell()

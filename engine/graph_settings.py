@@ -1,4 +1,4 @@
-"""Settings of the prefill CUDA graphs, as they cross from a server's front to its engine.
+"""Settings of the CUDA graphs. Those of the prefill graphs, as they cross from a server's front to its engine.
 
 One structure with named fields and a version: a missing field takes its default, an unknown one or a wrong type is an
 error. Torch-free.
@@ -22,6 +22,8 @@ DEFAULT_MAX_PADDING_RATIO = 0.25
 DEFAULT_BUCKETS = tuple(geometric_sizes(LARGEST_DEFAULT_BUCKET, (4, 3)))
 """Token buckets. Neighbours are so near that padding stays within the default ratio."""
 
+MOST_DECODE_SIZES = 1024
+DECODE_SIZES_FLAG = "--decode-capture-config"
 BUCKETS_FLAG = "--prefill-cuda-graph-capture-config"
 REQUESTS_FLAG = "--prefill-cuda-graph-max-requests"
 RATIO_FLAG = "--prefill-cuda-graph-max-padding-ratio"

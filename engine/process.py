@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,7 +150,8 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     from engine.core import EngineCore
     from engine.kv_cache.cache import KvCache
     from engine.loader.errors import ModelLoadError
-    from engine.memory import free_memory_bytes, kv_blocks
+    from engine.memory import device_kv_blocks, free_memory_bytes, kv_blocks
+    from engine.runner.decode_status import capture_sizes
     from engine.runner.model_runner import ModelRunner
     from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
     from engine.transfer import agent_identity, agent_settings
@@ -165,22 +167,40 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
             config.max_model_len or None,
             config.load_format,
             config.attention_backend,
+            config.device,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
         )
     except ModelLoadError as error:
         raise BatonError(ErrorCode.INVALID_PARAMS, f"--model {config.model}: {error}") from error
     model = runner.config
     config.check_lengths(model.max_model_len)
+    config = msgspec.structs.replace(config, block_size=runner.block_size)
     on_cuda = runner.device.type == "cuda"
-    facts = gate_facts(config, runner, cuda_graphs=config.enable_cuda_graph and on_cuda)
-    prefill_graphs = PrefillGraphStart(config, facts, runner)
-    num_blocks = kv_blocks(
-        config,
-        bytes_per_block=runner.kv_bytes_per_block(),
-        max_model_len=model.max_model_len,
-        free_bytes=free_memory_bytes(),
-    )
+    cuda_graphs = on_cuda if config.enable_cuda_graph is None else config.enable_cuda_graph
+    prefill_graphs = PrefillGraphStart(config, gate_facts(config, runner, cuda_graphs=cuda_graphs), runner)
+    spare = max(prefill_graphs.spare.values(), default=0)
+    sizes: tuple[int, ...] = ()
+    if cuda_graphs and runner.backend.capabilities.device_rows and config.role == "decode":
+        sizes = capture_sizes(config.decode_capture_sizes, config.max_num_seqs)
+    if on_cuda:
+        num_blocks = device_kv_blocks(
+            config,
+            runner.measure_device(),
+            bytes_per_block=runner.kv_bytes_per_block(),
+            max_model_len=model.max_model_len,
+            spare_blocks=spare,
+            graphs=len(sizes) + len(prefill_graphs.buckets),
+        )
+    else:
+        num_blocks = kv_blocks(
+            config,
+            bytes_per_block=runner.kv_bytes_per_block(),
+            max_model_len=model.max_model_len,
+            free_bytes=free_memory_bytes(),
+        )
     try:
-        runner.init_kv(1 + num_blocks + max(prefill_graphs.spare.values(), default=0))  # block 0, and graph scratch
+        runner.init_kv(1 + num_blocks + spare)  # block 0, and graph scratch
     except RuntimeError as error:  # torch's way to say that the allocation failed
         raise BatonError(
             ErrorCode.INVALID_PARAMS,
@@ -188,6 +208,13 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
             "lower --num-kv-blocks or --kv-cache-memory-bytes",
         ) from error
     kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching, prefill_graphs.spare)
+    captured = []
+    if sizes:
+        debug_folder = Path(tempfile.mkdtemp(prefix="baton-cuda-graphs-")) if config.cuda_graph_debug else None
+        if debug_folder is not None:
+            _log.info("captured graphs are written to %s", debug_folder)
+        decode_graphs = runner.capture_decode_graphs(sizes, debug_folder)
+        captured += [decode_graphs] if decode_graphs is not None else []
     prefill_graphs.finish(kv)
     engine_id = secrets.token_hex(16)
     identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
@@ -221,7 +248,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         prefill_cuda_graph_init=prefill_graphs.status.value,
         torch_version=str(torch.__version__),
         load_seconds=time.monotonic() - began,
-        captured=prefill_graphs.captured,
+        captured=captured + prefill_graphs.captured,
         stats=core.stats(),
     )
     return core, ready

@@ -12,10 +12,12 @@ from engine.capture_config import parse_sizes
 from engine.config import EngineConfig
 from engine.graph_settings import (
     BUCKETS_FLAG,
+    DECODE_SIZES_FLAG,
     DEFAULT_BUCKETS,
     DEFAULT_MAX_PADDING_RATIO,
     DEFAULT_MAX_REQUESTS,
     MOST_BUCKETS,
+    MOST_DECODE_SIZES,
     MOST_REQUESTS,
     PrefillGraphSettings,
 )
@@ -25,6 +27,10 @@ from rpc.settings import Flag
 
 def _prefill_buckets(value: Any) -> list[int]:
     return parse_sizes(value, flag=BUCKETS_FLAG, most=MOST_BUCKETS)
+
+
+def _decode_sizes(value: Any) -> list[int]:
+    return [] if value in ("", []) else parse_sizes(value, flag=DECODE_SIZES_FLAG, most=MOST_DECODE_SIZES)
 
 
 class FrontSettings(ServerSettings):
@@ -58,6 +64,21 @@ class FrontSettings(ServerSettings):
     prefill_cuda_graph_strict: bool = Field(
         False, description="do not start when the prefill graphs that were asked for cannot be captured"
     )
+
+    decode_capture_config: Annotated[list[int], Flag(split=False, metavar="SIZES"), BeforeValidator(_decode_sizes)] = (
+        Field(
+            [],
+            description="batch sizes of the decode graphs, each up to --max-num-seqs: a list 1,8,64, a range max:step, or "
+            "a file with one size a line; default: 1, 8, 16, 24, 32, then every 16th",
+        )
+    )
+
+    @model_validator(mode="after")
+    def _decode_sizes_fit(self) -> Self:
+        wrong = [size for size in self.decode_capture_config if size > self.max_num_seqs]
+        if wrong:
+            raise ValueError(f"{DECODE_SIZES_FLAG}: {wrong} exceed --max-num-seqs {self.max_num_seqs}")
+        return self
 
     @model_validator(mode="after")
     def _advertised_host_is_reachable(self) -> Self:
@@ -135,7 +156,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         load_format=settings.load_format,
         attention_backend=settings.attention_backend,
         threads=settings.threads or 0,
-        block_size=settings.block_size,
+        block_size=settings.block_size or 0,
         num_kv_blocks=settings.num_kv_blocks or 0,
         kv_cache_memory_bytes=int(settings.kv_cache_memory_bytes or 0),
         max_model_len=settings.max_model_len or 0,
@@ -144,7 +165,11 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         enable_prefix_caching=settings.enable_prefix_caching,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         allow_local_prefill=allow_local_prefill,
-        enable_cuda_graph=not settings.enforce_eager,
+        device=settings.device,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enable_cuda_graph=False if settings.enforce_eager else settings.enable_cuda_graph,
+        decode_capture_sizes=tuple(settings.decode_capture_config),
+        cuda_graph_debug=settings.cuda_graph_debug,
         prefill_graph=PrefillGraphSettings(
             enabled=settings.enable_prefill_cuda_graph,
             max_requests=settings.prefill_cuda_graph_max_requests,

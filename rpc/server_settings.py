@@ -104,16 +104,34 @@ class ServerSettings(CommonSettings):
         "auto", description="dtype of the KV cache; must be that of the activations"
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="where the weights come from")
-    attention_backend: Literal["auto", "torch", "native"] = Field("auto", description="attention implementation")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="what the engine computes on; auto takes CUDA where there is a device of it"
+    )
+    attention_backend: Literal["auto", "torch", "native", "triton", "flashinfer"] = Field(
+        "auto", description="attention implementation"
+    )
     tensor_parallel_size: Annotated[int, Flag(("-tp", "--tp-size"))] = Field(
         1, ge=1, le=1024, description="engine processes that share the model"
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of an engine; default: all cores")
-    enforce_eager: Annotated[bool, Flag(("--disable-cuda-graph",))] = Field(False, description="no CUDA graphs")
+    enable_cuda_graph: bool | None = Field(
+        None, description="run decode steps as captured CUDA graphs; default: on with CUDA, off on the CPU"
+    )
+    enforce_eager: Annotated[bool, Flag(("--disable-cuda-graph",))] = Field(
+        False, description="the same as --no-enable-cuda-graph"
+    )
+    cuda_graph_debug: bool = Field(
+        False, description="write each captured graph as a DOT file into a folder that the log names"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the device's memory that weights, activations, graphs and KV may take"
+    )
     max_model_len: int | None = Field(None, ge=1, description="longest sequence in tokens; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests in the running batch at the most")
     max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens of an engine step at the most")
-    block_size: Annotated[int, Flag(("--page-size",))] = Field(16, ge=1, le=1024, description="tokens of a KV block")
+    block_size: Annotated[int | None, Flag(("--page-size",))] = Field(
+        None, ge=1, le=1024, description="tokens of a KV block; default: 64 on CUDA, 16 on the CPU"
+    )
     num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks of the pool, in place of a size in bytes")
     kv_cache_memory_bytes: ByteSize | None = Field(None, ge=1, description="size of the KV pool, e.g. 2GiB")
     enable_prefix_caching: bool = Field(True, description="keep the KV of finished prompts for later ones")
@@ -151,6 +169,12 @@ class ServerSettings(CommonSettings):
     cache_store_publish_timeout_ms: int = Field(
         100_000, ge=100, le=3_600_000, description="wait of a load for a first published block"
     )
+
+    @model_validator(mode="after")
+    def _one_word_on_graphs(self) -> Self:
+        if self.enforce_eager and self.enable_cuda_graph:
+            raise ValueError("--enable-cuda-graph and --enforce-eager contradict each other; give one of them")
+        return self
 
     @model_validator(mode="after")
     def _one_pool_size(self) -> Self:

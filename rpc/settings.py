@@ -67,7 +67,7 @@ class _Option:
         if self.info.is_required():
             return "required"
         value = self.info.get_default(call_default_factory=True)
-        if self.shape == "bool":
+        if self.shape == "bool" and value is not None:
             return "on" if value else "off"
         if value is None or value in ("", (), [], {}):
             return "none"

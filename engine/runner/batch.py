@@ -61,5 +61,5 @@ class StepResult:
     prefill_status: PrefillGraphStatus = PrefillGraphStatus.NOT_REQUESTED  # of the prompts that this step computed
     prefill_detail: str = ""  # more about a status that is not `replayed`
     replay: PrefillReplay | None = None
-    decode_status: str = ""  # DecodeGraphStatus of a step on a device; empty elsewhere
+    decode_status: str = "not_requested"  # DecodeGraphStatus of the step
     decode_graph_rows: int = 0  # rows of the decode graph that was replayed

@@ -7,22 +7,34 @@ step (`launch`) and the wait for its results (`finish`) can be apart.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from engine.attention.backend import AttentionBackend, BatchLimits
+from engine.attention.backend import AttentionBackend, AttentionRows, BatchLimits, DeviceRows, GraphSelectionMode
+from engine.graph_settings import PrefillGraphSettings
 from engine.layers.device import DeviceStream
+from engine.messages import CapturedGraphs, KvGroupInfo
 from engine.models.llama import LlamaModel
+from engine.progress import Progress
 from engine.runner.batch import RowResult, StepBatch
+from engine.runner.capture import Recorder
 from engine.runner.decode_graph import DecodeGraphRunner
 from engine.runner.decode_status import DecodeDecision, DecodeGraphStatus
 from engine.runner.device_forward import DeviceForward
 from engine.runner.device_inputs import DeviceInputs, DeviceStepInputs
+from engine.runner.graph_session import CaptureSession, capture_graphs
+from engine.runner.prefill_graph.decision import Decision
+from engine.runner.prefill_graph.runner import PrefillGraphRunner, ReplayOutput
+from engine.runner.prefill_graph.scratch import ScratchBlocks
 from engine.sampling.device import DeviceSampler
 from rpc.errors import BatonError, ErrorCode
+from rpc.graph_status import PrefillGraphStatus
+from rpc.log_limit import LogLimit
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +48,14 @@ class InFlight:
     stream: DeviceStream | None  # of an eager step
     first_token: list[int]
     decision: DecodeDecision  # PREFILL_INPUT for a step that is none of single tokens
+    prefill: Decision  # about the prompts among the rows; of no meaning where there are none
+    replayed: ReplayOutput | None = None  # of a prefill graph
+
+    def hidden(self) -> torch.Tensor | None:
+        """float32 [tokens, hidden] of every token, where the step has kept them."""
+        if self.replayed is not None:
+            return self.replayed.hidden
+        return None if self.stream is None else self.stream.hidden()
 
 
 class DeviceSteps:
@@ -67,7 +87,107 @@ class DeviceSteps:
         self.logits = torch.empty(limits.max_rows, vocab_size, dtype=torch.float32, device=device)
         self.decode_graphs: DecodeGraphRunner | None = None
         self.decode_init = DecodeGraphStatus.NOT_REQUESTED  # status of every decode step while there are no graphs
+        self.prefill_graphs: PrefillGraphRunner | None = None
+        self.prefill_init = Decision(PrefillGraphStatus.NOT_REQUESTED)  # about every prompt while there are no graphs
         self._finite = _ToHost(limits.max_rows, torch.bool, device)
+        self._log_limit = LogLimit()
+
+    # -- start-up -------------------------------------------------------------------------------------------
+
+    def run_largest(self) -> None:
+        """A step of as many tokens and sampled rows as there can be, to see what memory it takes. No KV is written, and
+        block 0 alone is read."""
+        limits, device = self.inputs.limits, self.device
+        longest = min(limits.max_tokens, limits.max_blocks * self.inputs.block_size)
+        full, rest = divmod(limits.max_tokens, longest)
+        lengths = [longest] * full + [rest] * (rest > 0)
+        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int32), ends)).to(device)
+        rows = AttentionRows(
+            starts=[0] * len(lengths),
+            lengths=lengths,
+            block_tables=[[0] * limits.max_blocks for _ in lengths],
+            num_decode=0,
+            device=DeviceRows(
+                cu_seqlens=cu_seqlens,
+                cu_kv_seqlens=cu_seqlens,
+                kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+                slots=torch.full((limits.max_tokens,), -1, dtype=torch.int64, device=device),
+                block_tables=torch.zeros(len(lengths), limits.max_blocks, dtype=torch.int32, device=device),
+                max_q=longest,
+                max_kv=longest,
+            ),
+        )
+        assert rows.device is not None
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        plan = self.forward.backend.plan(rows)
+        stream = self.forward(torch.zeros_like(positions), positions, rows.device.slots, plan)
+        self.forward.logits(stream, torch.zeros(limits.max_rows, dtype=torch.int64, device=device), self.logits)
+        self.sampler.greedy(self.logits)
+
+    def capture_decode_graphs(
+        self, sizes: Sequence[int], session: CaptureSession, debug_folder: Path | None = None
+    ) -> CapturedGraphs | None:
+        """Captures a graph per batch size and uses them from now on. None: this backend's steps stay eager.
+
+        Raises GRAPH_CAPTURE_DIRTY for a failure after the first capture began.
+        """
+        if not self.forward.backend.admits(selection_mode=GraphSelectionMode.DECODE_GRAPH):
+            self.decode_init = DecodeGraphStatus.UNSUPPORTED_BACKEND
+            return None
+        with Progress("capturing decode graphs", len(sizes), "graphs") as progress:
+            runner, problem = capture_graphs(
+                lambda: DecodeGraphRunner(
+                    self.forward,
+                    self.inputs,
+                    self.logits,
+                    self.sampler.greedy,
+                    sizes,
+                    self.group_tags,
+                    debug_folder=debug_folder,
+                    progress=lambda done, total: progress.update(done),
+                ),
+                session,
+            )
+        if runner is None:
+            self.decode_init = DecodeGraphStatus.CAPTURE_UNAVAILABLE
+            _log.warning("no decode graphs: %s", problem, extra={"reason": self.decode_init.value})
+            return None
+        self.decode_graphs = runner
+        return runner.report()
+
+    def make_prefill_graphs(
+        self,
+        scratch: ScratchBlocks,
+        groups: Sequence[KvGroupInfo],
+        wipe: Callable[[str, Sequence[int]], None],
+        buckets: Sequence[int],
+        settings: PrefillGraphSettings,
+        *,
+        progress: Callable[[int, int], None],
+        recorder: Recorder | None,
+    ) -> PrefillGraphRunner:
+        """A runner, not captured yet. A step has at most as many prompts as rows, so that its graphs need no more."""
+        most = min(settings.max_requests, self.logits.shape[0])
+        return PrefillGraphRunner(
+            self.forward,
+            groups,
+            scratch,
+            self.logits,
+            self.sampler.greedy,
+            wipe,
+            num_blocks=self.inputs.num_blocks,
+            buckets=buckets,
+            settings=msgspec.structs.replace(settings, max_requests=most),
+            progress=progress,
+            recorder=recorder,
+        )
+
+    def release(self) -> None:
+        """Lets go of every captured graph; a second call does nothing."""
+        for graphs in (self.prefill_graphs, self.decode_graphs):
+            if graphs is not None:
+                graphs.release()
 
     # -- launch ---------------------------------------------------------------------------------------------
 
@@ -75,6 +195,9 @@ class DeviceSteps:
         """Enqueues the whole step. Raises ValueError for a batch that points outside its blocks; nothing runs then."""
         rows = batch.rows
         plain = self.sampler.stage([row.sampling for row in rows if row.sampling is not None])
+        prefill, replayed = self._prompts(batch)
+        if replayed is not None:
+            return self._after_replay(batch, plain, prefill, replayed, on_layer)
         decision = DecodeDecision(DecodeGraphStatus.PREFILL_INPUT)
         stream = None
         if all(len(row.token_ids) == 1 for row in rows) and all(row.sample for row in rows):
@@ -98,7 +221,50 @@ class DeviceSteps:
         chunks = [index for index, row in enumerate(rows) if not row.sample]
         if chunks and stream is not None:
             self._check_lasts(stream, inputs)
-        return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision)
+        return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision, prefill)
+
+    def _prompts(self, batch: StepBatch) -> tuple[Decision, ReplayOutput | None]:
+        """What is decided about the prompts of the batch; where it is a replay, its launch is enqueued too."""
+        graphs = self.prefill_graphs
+        if graphs is None:
+            return self.prefill_init, None
+        if all(row.start > 0 and len(row.token_ids) == 1 for row in batch.rows):
+            # Decode rows, and prompts whose other tokens the prefix cache had
+            return Decision(PrefillGraphStatus.PREFIX_NOT_SUPPORTED), None
+        decision = graphs.can_run(batch)
+        if not decision.replay:
+            return decision, None
+        try:
+            graphs.prepare_replay(batch, decision.bucket)
+        except Exception as error:
+            if self._log_limit.occurred(type(error).__name__):
+                code = ErrorCode.EXECUTION_EXCEPTION.name
+                _log.exception("a prefill graph could not be prepared; the step runs eagerly", extra={"code": code})
+            return Decision(PrefillGraphStatus.ERROR, detail=f"{type(error).__name__}: {error}"), None
+        return decision, graphs.replay()
+
+    def _after_replay(
+        self,
+        batch: StepBatch,
+        plain: bool,
+        prefill: Decision,
+        replayed: ReplayOutput,
+        on_layer: Callable[[int], None] | None,
+    ) -> InFlight:
+        """The rest of a step whose forward was a replay: its greedy tokens are chosen, and all layers written."""
+        count = len(batch.rows)
+        if not plain:
+            self.sampler.run(replayed.logits)
+        self.sampler.send(count)
+        if on_layer is not None:
+            for layer in range(len(self.forward.pools)):
+                on_layer(layer)
+        first_token, tokens = [], 0
+        for row in batch.rows:
+            first_token.append(tokens)
+            tokens += len(row.token_ids)
+        decode = DecodeDecision(DecodeGraphStatus.PREFILL_INPUT)
+        return InFlight(list(range(count)), [], None, first_token, decode, prefill, replayed)
 
     def _decode(self, batch: StepBatch) -> tuple[DeviceStepInputs, DecodeDecision]:
         """Inputs of a step of one token per row; where the decision says so, its graph's replay is enqueued too."""

@@ -14,12 +14,15 @@ from engine.attention.selection import select_backend
 from engine.device import resolve_device
 from engine.layers.maker import HostMaker, LayerMaker
 from engine.loader.fingerprint import model_fingerprint
-from engine.messages import KvGroupInfo, PromptLogprob
+from engine.memory import DeviceMemory
+from engine.messages import CapturedGraphs, KvGroupInfo, PromptLogprob
 from engine.models.config import load_config, resolve_dtype
 from engine.models.families import load_model
 from engine.models.step import ForwardStep
-from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
+from engine.runner.batch import BatchRow, PrefillReplay, RowResult, StepBatch, StepResult
+from engine.runner.graph_session import CaptureSession
 from engine.runner.inputs import StepInputs, build_inputs, check_batch
+from engine.runner.prefill_graph.decision import Decision
 from engine.sampling import prompt_logprobs, sample
 from kernels.cpu import library
 from kernels.cpu.memory import huge_zeros
@@ -27,8 +30,12 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
 
 if TYPE_CHECKING:
+    from engine.graph_settings import PrefillGraphSettings
+    from engine.kv_cache.cache import KvCache
+    from engine.runner.capture import Recorder
     from engine.runner.device_steps import DeviceSteps
     from engine.runner.prefill_graph.runner import PrefillGraphRunner
+    from engine.runner.prefill_graph.scratch import ScratchBlocks
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
 _PROMPT_LOGPROB_ROWS = 64  # logits made at a time for prompt log-probabilities, to bound their memory
@@ -58,6 +65,7 @@ class ModelRunner:
         """
         folder = Path(model_folder)
         self.device = resolve_device(device)
+        self._free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         library.set_threads(torch.get_num_threads())
         self.config = load_config(folder, max_model_len)
         self.dtype_name = resolve_dtype(dtype, self.config)
@@ -85,9 +93,8 @@ class ModelRunner:
         self._bound: list[Any] = []  # the backend's handles of kv_layers
         self.num_blocks = 0
         self.device_steps: DeviceSteps | None = None  # runs the steps where the backend reads its rows on the device
-        self.prefill_graphs: PrefillGraphRunner | None = None
-        self.prefill_init = PrefillGraphStatus.NOT_REQUESTED  # status of every prompt while there are no graphs
-        self.prefill_detail = ""
+        self.session = CaptureSession()
+        self.prefill_init = Decision(PrefillGraphStatus.NOT_REQUESTED)  # about every prompt while there are no graphs
 
     def _maker(self) -> LayerMaker:
         """Fused layers for a device; on the CPU too, in Triton's interpreter, with a backend that has no other way."""
@@ -126,6 +133,33 @@ class ModelRunner:
         if self.backend.capabilities.device_rows:
             self.device_steps = self._make_device_steps()
 
+    @torch.inference_mode()
+    def measure_device(self) -> DeviceMemory:
+        """What the KV pool has to leave: runs the largest step once, with a pool that is dropped again."""
+        cuda = torch.cuda
+        self.init_kv(2)
+        assert self.device_steps is not None
+        cuda.synchronize(self.device)
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats(self.device)
+        before = cuda.memory_allocated(self.device)
+        self.device_steps.run_largest()
+        cuda.synchronize(self.device)
+        peak = cuda.max_memory_allocated(self.device) - before
+        cuda.empty_cache()
+        free, total = cuda.mem_get_info(self.device)
+        self.kv_layers[FULL_GROUP], self._bound, self.device_steps, self.num_blocks = [], [], None, 0
+        return DeviceMemory(total, free, max(0, self._free_at_start - free), peak)
+
+    @torch.inference_mode()
+    def capture_decode_graphs(self, sizes: Sequence[int], debug_folder: Path | None = None) -> CapturedGraphs | None:
+        """Decode steps of up to so many rows run as graphs from now on. None: they stay eager, and the log says why.
+
+        Raises GRAPH_CAPTURE_DIRTY for a failure after the first capture began.
+        """
+        assert self.device_steps is not None
+        return self.device_steps.capture_decode_graphs(sizes, self.session, debug_folder)
+
     def _make_device_steps(self) -> DeviceSteps:
         from engine.runner.device_steps import DeviceSteps
 
@@ -141,6 +175,44 @@ class ModelRunner:
             group_tags=tuple(group.tag for group in self.groups),
         )
 
+    def set_prefill_status(self, init: Decision) -> None:
+        """What is told about every prompt while there are no prefill graphs."""
+        self.prefill_init = init
+        if self.device_steps is not None:
+            self.device_steps.prefill_init = init
+
+    @torch.inference_mode()
+    def capture_prefill_graphs(
+        self,
+        kv: KvCache,
+        buckets: Sequence[int],
+        settings: PrefillGraphSettings,
+        *,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        recorder: Recorder | None = None,
+    ) -> tuple[PrefillGraphRunner | None, str]:
+        """Captures the buckets and uses them from the next step on. None, and why, when that failed before a capture
+        began. Raises GRAPH_CAPTURE_DIRTY when it failed later."""
+        from engine.runner.prefill_graph.runner import create_for_prefill
+
+        steps = self.device_steps
+        if steps is None:
+            return None, "the attention backend does not read its rows on the device"
+
+        def make(scratch: ScratchBlocks) -> PrefillGraphRunner:
+            return steps.make_prefill_graphs(
+                scratch, self.groups, self.wipe, buckets, settings, progress=progress, recorder=recorder
+            )
+
+        graphs, problem = create_for_prefill(make, kv, buckets[-1], self.session)
+        steps.prefill_graphs = graphs
+        return graphs, problem
+
+    def release(self) -> None:
+        """Lets go of the captured graphs and their scratch blocks, before the model. A second call does nothing."""
+        if self.device_steps is not None:
+            self.device_steps.release()
+
     @torch.inference_mode()
     def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult:
         """Compute the batch's tokens, write their KV and sample where asked.
@@ -151,6 +223,7 @@ class ModelRunner:
         ValueError for a batch that points outside its blocks; the pool is then untouched.
         """
         begin = time.perf_counter()
+        self.session.require_clean()
         if self.device_steps is not None:
             return self._execute_on_device(self.device_steps, batch, on_layer, begin)
         inputs = build_inputs(batch, self.device)
@@ -176,8 +249,8 @@ class ModelRunner:
             results,
             forwarded - begin,
             time.perf_counter() - forwarded,
-            prefill_status=self.prefill_init,
-            prefill_detail=self.prefill_detail,
+            prefill_status=self.prefill_init.status,
+            prefill_detail=self.prefill_init.detail,
         )
 
     def _execute_on_device(
@@ -187,14 +260,18 @@ class ModelRunner:
         results = steps.finish(batch, launched)
         forwarded = time.perf_counter()
         self._wipe_failed(batch, results)
-        if launched.stream is not None and any(row.prompt_logprobs_from >= 0 for row in batch.rows):
-            self._add_prompt_logprobs(batch, launched.first_token, launched.stream.hidden(), results)
+        if any(row.prompt_logprobs_from >= 0 for row in batch.rows):
+            hidden = launched.hidden()
+            assert hidden is not None  # a decode graph takes no such rows
+            self._add_prompt_logprobs(batch, launched.first_token, hidden, results)
+        prefill, replayed = launched.prefill, launched.replayed
         return StepResult(
             results,
             forwarded - begin,
             time.perf_counter() - forwarded,
-            prefill_status=self.prefill_init,
-            prefill_detail=self.prefill_detail,
+            prefill_status=prefill.status,
+            prefill_detail=prefill.detail,
+            replay=None if replayed is None else PrefillReplay(prefill.bucket, replayed.hidden.shape[0]),
             decode_status=launched.decision.status.value,
             decode_graph_rows=launched.decision.size,
         )

@@ -8,7 +8,15 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.graph_settings import PrefillGraphSettings
-from engine.memory import DEFAULT_BYTES, free_memory_bytes, kv_blocks
+from engine.memory import (
+    DEFAULT_BYTES,
+    DEVICE_MARGIN_BYTES,
+    GRAPH_BYTES,
+    DeviceMemory,
+    device_kv_blocks,
+    free_memory_bytes,
+    kv_blocks,
+)
 from engine.scheduler.limits import Limits
 from rpc.errors import BatonError, ErrorCode
 
@@ -16,13 +24,14 @@ PER_BLOCK = 1000
 
 
 def config(**options):
-    return EngineConfig(**{"role": "prefill", "model": "/models/tiny", **options})
+    return EngineConfig(**{"role": "prefill", "model": "/models/tiny", "block_size": 16, **options})
 
 
 def test_configuration_when_it_crosses_to_the_engine_then_every_field_arrives():
     values = {}
     for index, field in enumerate(msgspec.structs.fields(EngineConfig)):
         kind = {str: f"text{index}", int: 1000 + index, float: 0.375 + index, bool: True}
+        kind |= {bool | None: True, tuple[int, ...]: (index, index + 1)}
         kind[PrefillGraphSettings] = PrefillGraphSettings(enabled=True, buckets=(3, 7), max_padding_ratio=0.375)
         default = field.default
         values[field.name] = (not default) if isinstance(default, bool) else kind[field.type]
@@ -32,7 +41,7 @@ def test_configuration_when_it_crosses_to_the_engine_then_every_field_arrives():
 
 
 def test_configuration_when_a_field_is_missing_then_it_has_its_default():
-    assert EngineConfig.from_json(b'{"role": "decode", "model": "m"}').block_size == 16
+    assert EngineConfig.from_json(b'{"role": "decode", "model": "m"}').max_num_seqs == 64
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"role": "decode"}', b'{"role": "decode", "model": "m", "x": 1}'])
@@ -48,7 +57,9 @@ def test_configuration_when_it_is_not_of_this_version_then_it_is_refused(text):
         ({"role": "router"}, "--role"),
         ({"kv_checksum": "maybe"}, "--kv-checksum"),
         ({"kv_load_failure_policy": "hope"}, "--kv-load-failure-policy"),
-        ({"block_size": 0}, "--block-size"),
+        ({"block_size": -1}, "--block-size"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
+        ({"decode_capture_sizes": (1, 65)}, "--decode-capture-config"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "--max-num-batched-tokens"),
         ({"kv_lease_seconds": 0.0}, "--kv-lease-seconds"),
@@ -103,6 +114,45 @@ def test_blocks_when_one_request_would_not_fit_then_the_flag_is_named(options, f
         kv_blocks(config(**options), bytes_per_block=PER_BLOCK, max_model_len=1024, free_bytes=70_000)
     assert refusal.value.code is ErrorCode.INVALID_PARAMS
     assert flag in refusal.value.message
+
+
+MEMORY = DeviceMemory(total=100 << 30, free=80 << 30, held=16 << 30, step_peak=2 << 30)
+
+
+def test_device_blocks_when_the_device_is_the_engines_own_then_they_fill_its_share():
+    blocks = device_kv_blocks(
+        config(gpu_memory_utilization=0.5),
+        MEMORY,
+        bytes_per_block=1 << 20,
+        max_model_len=1024,
+        graphs=64,
+        spare_blocks=7,
+    )
+    assert (blocks + 1 + 7) << 20 == (50 << 30) - (16 << 30) - (2 << 30) - 64 * GRAPH_BYTES
+
+
+def test_device_blocks_when_others_use_the_device_then_they_fill_what_is_free():
+    blocks = device_kv_blocks(config(gpu_memory_utilization=1.0), MEMORY, bytes_per_block=1 << 20, max_model_len=1024)
+    assert (blocks + 1) << 20 == (80 << 30) - (2 << 30) - DEVICE_MARGIN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("options", "memory", "named"),
+    [
+        ({"gpu_memory_utilization": 0.17}, MEMORY, "--gpu-memory-utilization"),
+        ({}, DeviceMemory(100 << 30, 2 << 30, 16 << 30, 2 << 30), "other processes"),
+    ],
+)
+def test_device_blocks_when_one_request_would_not_fit_then_the_remedy_is_named(options, memory, named):
+    with pytest.raises(BatonError) as refusal:
+        device_kv_blocks(config(**options), memory, bytes_per_block=1 << 20, max_model_len=1024)
+    assert refusal.value.code is ErrorCode.INVALID_PARAMS
+    assert named in refusal.value.message
+    assert "--max-model-len" in refusal.value.message
+
+
+def test_device_blocks_when_their_number_is_given_then_it_is_taken():
+    assert device_kv_blocks(config(num_kv_blocks=9), MEMORY, bytes_per_block=1, max_model_len=1024) == 9
 
 
 def test_free_memory_when_the_host_is_asked_then_it_is_plausible(tmp_path):

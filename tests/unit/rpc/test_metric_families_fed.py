@@ -24,11 +24,6 @@ WAITING = {
         "async_decode_dropped_rows_total",
         "async_decode_pending",
     ),
-    "CUDA graphs": (
-        "decode_cuda_graph_steps_total",
-        "decode_cuda_graph_padded_rows_total",
-        "decode_cuda_graph_padded_tokens_total",
-    ),
     "speculative decoding": (
         "spec_rounds_total",
         "spec_proposed_tokens_total",

@@ -230,7 +230,7 @@ def test_server_settings_take_the_spellings_of_other_systems() -> None:
 
 def test_server_settings_have_the_documented_defaults() -> None:
     settings = ServerSettings.parse(["--model", "m"], {})
-    assert (settings.block_size, settings.kv_lease_seconds, settings.kv_checksum) == (16, 30, "all")
+    assert (settings.block_size, settings.kv_lease_seconds, settings.kv_checksum) == (None, 30, "all")
     assert (settings.drain_grace_secs, settings.drain_timeout_secs) == (5, 120)
     assert (settings.max_rpc_timeout_ms, settings.prefill_max_wait_timeout_ms) == (7_200_000, 600_000)
     assert (settings.load_cache_timeout_ms, settings.cache_store_connect_timeout_ms) == (5000, 1000)
