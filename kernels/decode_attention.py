@@ -105,19 +105,13 @@ def reference(
 
 
 @jit
-def _pieces(
-    length,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+def _pieces(length, most_pieces, least_tiles, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """First tile, end of tiles, tiles of a piece, and pieces (at least one) of rows of these lengths."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE
     last = (length + TILE - 1) // TILE
-    size = tl.maximum((last - first + SPLITS - 1) // SPLITS, MIN_TILES)
+    size = tl.maximum((last - first + most_pieces - 1) // most_pieces, least_tiles)
     return first, last, size, tl.maximum((last - first + size - 1) // size, 1)
 
 
@@ -156,7 +150,7 @@ def _attend_tile(
     return new_top, weights * shrink + fresh, acc
 
 
-@jit(do_not_specialize=["rows", "table_stride"])
+@jit(do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles"])
 def _decode_kernel(
     q,  # [rows, heads, DIM], heads and elements dense
     pool,  # [blocks, 2, KV_HEADS, PAGE, DIM]
@@ -172,6 +166,8 @@ def _decode_kernel(
     table_stride,
     out_stride,
     scale,  # of scores in base 2: 1 / sqrt(head_dim) / ln 2
+    most_pieces,  # of a row
+    least_tiles,  # of a piece
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head
     GROUP_PAD: tl.constexpr,
@@ -182,9 +178,7 @@ def _decode_kernel(
     ROWS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -196,7 +190,7 @@ def _decode_kernel(
     PIECE: tl.constexpr = PAGE * DIM  # elements of one block's keys of one head
     row_ids = tl.arange(0, ROWS_PAD)
     lens = tl.load(kv_lens + row_ids, mask=row_ids < rows, other=0)
-    _, _, _, counts = _pieces(lens, TILE, SPLITS, MIN_TILES, WINDOW)
+    _, _, _, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
     ends = tl.cumsum(tl.where(row_ids < rows, counts, 0), 0)
     items = tl.max(ends, 0) * KV_HEADS
     g = tl.arange(0, M)
@@ -209,7 +203,7 @@ def _decode_kernel(
         split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
         row64 = row.to(tl.int64)
         length = tl.load(kv_lens + row)
-        first, last, size, count = _pieces(length, TILE, SPLITS, MIN_TILES, WINDOW)
+        first, last, size, count = _pieces(length, most_pieces, least_tiles, TILE, WINDOW)
         begin = first + split * size
         end = tl.minimum(begin + size, last)
         table = block_tables + row64 * table_stride
@@ -273,7 +267,7 @@ def _decode_kernel(
             norm = tl.where(norm == 0.0, 1.0, norm)
             tl.store(out + row64 * out_stride + heads, acc / norm[:, None], mask=real)
         else:
-            slot = (row64 * KV_HEADS + head) * SPLITS  # the first of this row's and head's pieces
+            slot = (row64 * KV_HEADS + head) * most_pieces  # the first of this row's and head's pieces
             tl.store(partial + (slot + split) * (GROUP * DIM) + g[:, None] * DIM + d[None, :], acc, mask=real)
             tl.store(stats + (slot + split) * (2 * GROUP) + g, top, mask=g < GROUP)
             tl.store(stats + (slot + split) * (2 * GROUP) + GROUP + g, norm, mask=g < GROUP)
@@ -390,6 +384,8 @@ def decode_attention(
         block_tables.stride(0),
         out.stride(0),
         (scale or dim**-0.5) * math.log2(math.e),
+        config.splits,
+        config.min_tiles,
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_PAD=next_power(group),
@@ -400,9 +396,7 @@ def decode_attention(
         ROWS_PAD=next(size for size in (16, 64, 256, 1024, 4096, 16384) if size >= rows),
         TILE=config.tile,
         STAGES=config.stages,
-        SPLITS=config.splits,
-        SPLITS_PAD=next_power(config.splits),
-        MIN_TILES=config.min_tiles,
+        SPLITS_PAD=max(64, next_power(config.splits)),
         DESCRIPTORS=descriptors,
         PRECISION="ieee",
         **pdl_options(q),
