@@ -68,8 +68,8 @@ class FrontSettings(ServerSettings):
     decode_capture_config: Annotated[list[int], Flag(split=False, metavar="SIZES"), BeforeValidator(_decode_sizes)] = (
         Field(
             [],
-            description="batch sizes of the decode graphs, each up to --max-num-seqs: a list 1,8,64, a range max:step, or "
-            "a file with one size a line; default: 1, 8, 16, 24, 32, then every 16th",
+            description="batch sizes of the decode graphs, each up to --max-num-seqs: a list 1,8,64, a range max:step, "
+            "or a file with one size a line; default: 1, 8, 16, 24, 32, then every 16th",
         )
     )
 
