@@ -92,13 +92,15 @@ class PrefillGraphRunner:
         greedy: Callable[[torch.Tensor], object],
         wipe: Callable[[str, Sequence[int]], None],
         *,
+        num_blocks: int,
         buckets: Sequence[int],
         settings: PrefillGraphSettings,
         progress: Callable[[int, int], None] = lambda done, total: None,
         recorder: Recorder | None = None,
     ) -> None:
         """logits: float32 [max_requests or more, vocab], filled by every replay. greedy(logits of n rows): enqueues the
-        choice of their likeliest tokens, written to memory of its own. wipe(group, blocks) zeroes blocks of the pool.
+        choice of their likeliest tokens, written to memory of its own. wipe(group, blocks) zeroes blocks of the pool,
+        which has `num_blocks`.
         progress(done, total) is called after each graph. recorder: in place of the device's own."""
         self.forward = forward
         self.logits = logits
@@ -110,6 +112,7 @@ class PrefillGraphRunner:
         self._tag = groups[0].tag  # of the group that the model's layers attend over
         self._scratch = scratch
         self._wipe = wipe
+        self._num_blocks = num_blocks
         self._sizes = tuple(sorted(buckets))
         self._settings = settings
         self._progress = progress
@@ -137,7 +140,9 @@ class PrefillGraphRunner:
 
     def prepare(self) -> None:
         """Allocates the buffers of every bucket and checks that the device can read them in place."""
-        groups = {g.tag: GroupShape(g.block_size, tuple(self._scratch.of(g.tag))) for g in self._groups}
+        groups = {
+            g.tag: GroupShape(g.block_size, tuple(self._scratch.of(g.tag)), self._num_blocks) for g in self._groups
+        }
         layouts = [
             ReplayLayout(
                 bucket=size,

@@ -29,6 +29,7 @@ class GroupShape:
 
     block_size: int  # tokens
     scratch: tuple[int, ...]  # physical blocks that padding is written to
+    num_blocks: int  # of the pool; a prompt's are 1 to num_blocks - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class _HostGroup:
     slots: npt.NDArray[np.int64]
     tables: npt.NDArray[np.int32]
     block_size: int
+    num_slots: int  # of the pool
     sentinel: npt.NDArray[np.int32]  # block-table row of the sentinel
 
 
@@ -142,7 +144,8 @@ class HostStaging:
             sentinel = np.zeros(tables.shape[1], np.int32)
             needed = min(tables.shape[1], len(group.scratch))
             sentinel[:needed] = group.scratch[:needed]
-            held = _HostGroup(arrays.slots[tag].numpy(), tables, group.block_size, sentinel)
+            size = group.block_size
+            held = _HostGroup(arrays.slots[tag].numpy(), tables, size, group.num_blocks * size, sentinel)
             self._groups.append((tag, held))
 
     def fill(self, rows: Sequence[BatchRow], tables: Mapping[str, Sequence[Sequence[int]]]) -> MetadataFailure | None:
@@ -179,6 +182,9 @@ class HostStaging:
             block, offset = np.divmod(positions, group.block_size)
             np.multiply(group.tables[slot_of, block], group.block_size, out=group.slots, dtype=np.int64)
             group.slots += offset
+            # Block 0 is nobody's, so the first slot that a prompt may have is that of block 1
+            if group.slots.min() < group.block_size or group.slots.max() >= group.num_slots:
+                return MetadataFailure(f"a block of group {tag} is outside [1, {group.num_slots // group.block_size})")
         return None
 
     def _fill_position_ids(self, rows: Sequence[BatchRow], lengths: Sequence[int], tokens: int) -> None:

@@ -10,6 +10,8 @@ from engine.attention.backend import GraphSelectionMode
 from engine.config import EngineConfig
 from engine.kv_cache.cache import KvCache
 from engine.messages import CapturedGraphs
+from engine.progress import Progress
+from engine.runner.prefill_graph.decision import Decision
 from engine.runner.prefill_graph.gate import (
     GateAnswer,
     GateFacts,
@@ -70,8 +72,7 @@ class PrefillGraphStart:
         """
         if self.answer.open:
             self._capture(kv)
-        self._runner.prefill_init = self.answer.status
-        self._runner.prefill_detail = self.answer.detail
+        self._runner.set_prefill_status(Decision(self.answer.status, detail=self.answer.detail))
         if self.answer.open:
             return
         if self._settings.strict:
@@ -93,14 +94,11 @@ class PrefillGraphStart:
         )
 
     def _capture(self, kv: KvCache) -> None:
-        from engine.runner.prefill_graph.runner import create_for_prefill
-
-        runner, buckets, settings = self._runner, self.buckets, self._settings
-        graphs, problem = create_for_prefill(
-            lambda scratch: runner.new_prefill_graphs(scratch, buckets, settings), kv, buckets[-1], runner.session
-        )
+        with Progress("capturing prefill graphs", len(self.buckets), "graphs") as progress:
+            graphs, problem = self._runner.capture_prefill_graphs(
+                kv, self.buckets, self._settings, progress=lambda done, total: progress.update(done)
+            )
         if graphs is None:
             self.answer = GateAnswer(PrefillGraphStatus.CAPTURE_UNAVAILABLE, problem)
-            return
-        self._runner.prefill_graphs = graphs
-        self.captured = [graphs.report()]
+        else:
+            self.captured = [graphs.report()]

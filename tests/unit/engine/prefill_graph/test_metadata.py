@@ -84,7 +84,7 @@ def test_metadata_when_it_cannot_be_laid_out_then_a_failure_says_why_and_nothing
 
 # -- the whole buffer -------------------------------------------------------------------------------------------
 
-GROUPS = {"small": GroupShape(4, (90, 91, 92, 93)), "large": GroupShape(8, (50, 51))}
+GROUPS = {"small": GroupShape(4, (90, 91, 92, 93), 94), "large": GroupShape(8, (50, 51), 52)}
 
 
 def staging(axes: int = 0) -> HostStaging:
@@ -135,6 +135,13 @@ def test_staging_when_the_bucket_is_full_then_nothing_goes_to_scratch():
 
 def test_staging_when_a_batch_cannot_be_laid_out_then_it_says_so():
     assert isinstance(staging().fill(rows(9, 9), {"small": [[], []], "large": [[], []]}), MetadataFailure)
+
+
+@pytest.mark.parametrize("block", [0, -1, 94, 2**31 - 1])
+def test_staging_when_a_prompts_block_is_outside_the_pool_then_it_says_so(block):
+    failure = staging().fill(rows(5, 6), {"small": [[3, 5], [8, block, 14]], "large": [[4], [6]]})
+    assert isinstance(failure, MetadataFailure)
+    assert "small" in failure.reason
 
 
 def test_staging_when_tokens_have_several_positions_then_only_the_padded_tail_is_zero():

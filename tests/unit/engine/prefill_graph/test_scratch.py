@@ -89,7 +89,7 @@ def test_scratch_when_a_group_has_too_little_then_nothing_is_held():
 
 def test_scratch_when_a_tag_is_unknown_then_it_fails_at_once():
     kv = cache()
-    with pytest.raises(ValueError, match="nothing.*full"):
+    with pytest.raises(ValueError, match=r"nothing.*full"):
         kv.reserve("nothing", 1)
     with pytest.raises(KeyError, match="nothing"):
         ScratchBlocks(kv, BUCKET).of("nothing")
