@@ -31,7 +31,7 @@ from engine.runner.graph_session import CaptureSession, capture_graphs
 from engine.runner.prefill_graph.decision import Decision
 from engine.runner.prefill_graph.runner import PrefillGraphRunner, ReplayOutput
 from engine.runner.prefill_graph.scratch import ScratchBlocks
-from engine.sampling.device import DeviceSampler
+from engine.sampling.device import DeviceSampler, Pending
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
 from rpc.log_limit import LogLimit
@@ -49,6 +49,7 @@ class InFlight:
     first_token: list[int]
     decision: DecodeDecision  # PREFILL_INPUT for a step that is none of single tokens
     prefill: Decision  # about the prompts among the rows; of no meaning where there are none
+    tokens: Pending | None  # of the rows that sample, on their way to the host
     replayed: ReplayOutput | None = None  # of a prefill graph
 
     def hidden(self) -> torch.Tensor | None:
@@ -208,6 +209,7 @@ class DeviceSteps:
             plan = self.forward.backend.plan(inputs.rows)
             slots = inputs.device_rows.slots
             stream = self.forward(inputs.token_ids, inputs.positions, slots, plan, on_layer)
+        pending = None
         count = len(inputs.sampled_rows)
         if count:
             logits = self.logits[:count]
@@ -216,12 +218,12 @@ class DeviceSteps:
                 if plain:
                     self.sampler.greedy(logits)
             if not plain:
-                self.sampler.run(logits)
-            self.sampler.send(count)
+                self.sampler.run(logits, after_greedy=decision.replay)
+            pending = self.sampler.send(count)
         chunks = [index for index, row in enumerate(rows) if not row.sample]
         if chunks and stream is not None:
             self._check_lasts(stream, inputs)
-        return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision, prefill)
+        return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision, prefill, pending)
 
     def _prompts(self, batch: StepBatch) -> tuple[Decision, ReplayOutput | None]:
         """What is decided about the prompts of the batch; where it is a replay, its launch is enqueued too."""
@@ -254,8 +256,8 @@ class DeviceSteps:
         """The rest of a step whose forward was a replay: its greedy tokens are chosen, and all layers written."""
         count = len(batch.rows)
         if not plain:
-            self.sampler.run(replayed.logits)
-        self.sampler.send(count)
+            self.sampler.run(replayed.logits, after_greedy=True)
+        pending = self.sampler.send(count)
         if on_layer is not None:
             for layer in range(len(self.forward.pools)):
                 on_layer(layer)
@@ -264,7 +266,7 @@ class DeviceSteps:
             first_token.append(tokens)
             tokens += len(row.token_ids)
         decode = DecodeDecision(DecodeGraphStatus.PREFILL_INPUT)
-        return InFlight(list(range(count)), [], None, first_token, decode, prefill, replayed)
+        return InFlight(list(range(count)), [], None, first_token, decode, prefill, pending, replayed)
 
     def _decode(self, batch: StepBatch) -> tuple[DeviceStepInputs, DecodeDecision]:
         """Inputs of a step of one token per row; where the decision says so, its graph's replay is enqueued too."""
@@ -297,8 +299,8 @@ class DeviceSteps:
     def finish(self, batch: StepBatch, step: InFlight) -> list[RowResult]:
         """Waits for the device. One result per row of the batch; prompt log-probabilities are not among them."""
         results = [RowResult() for _ in batch.rows]
-        if step.sampled_rows:
-            for index, token in zip(step.sampled_rows, self.sampler.collect(), strict=True):
+        if step.tokens is not None:
+            for index, token in zip(step.sampled_rows, self.sampler.collect(step.tokens), strict=True):
                 result = results[index]
                 result.token_id = token.token_id
                 result.failure = token.failure
