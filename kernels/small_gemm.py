@@ -367,7 +367,34 @@ def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 # (gated, N of the weight, K) to configurations by the most rows they serve, ascending. Rows above the last one, and
 # shapes that are not listed, are left to cuBLAS.
 Entry = tuple[tuple[int, Config], ...]
-TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType({})
+TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType(
+    {
+        # Llama-3.1-8B and Qwen3-8B on an H200; one row is behind a norm, so with PDL
+        (False, 6144, 4096): (
+            (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
+            (16, Config(16, 256, warps=1, stages=4, pdl=True)),
+        ),
+        (False, 4096, 4096): (
+            (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
+            (8, Config(32, 128, splits=2, warps=2, stages=5)),
+            (16, Config(64, 128, splits=4, warps=4, stages=4, pdl=True)),
+        ),
+        (True, 28672, 4096): (
+            (1, Config(16, 256, warps=1, stages=3, pdl=True)),
+            (8, Config(64, 256, warps=4, stages=3, pdl=True)),
+            (16, Config(64, 64, warps=4, stages=5, pdl=True)),
+        ),
+        (False, 4096, 14336): (
+            (1, Config(8, 512, warps=4, vector=True, pdl=True, prefetch=1024)),
+            (8, Config(16, 256, warps=1, stages=4, pdl=True)),
+            (16, Config(64, 128, splits=4, warps=4, stages=4, pdl=True, prefetch=1024)),
+        ),
+        (False, 128256, 4096): (
+            (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
+            (16, Config(64, 256, warps=4, stages=3)),
+        ),
+    }
+)
 
 
 def configs_for(weight: torch.Tensor, *, gated: bool = False) -> dict[int, Config]:
