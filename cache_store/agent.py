@@ -474,7 +474,9 @@ class CacheStoreAgent:
         """Runs what is due by the clock, whether or not a request comes, until the agent closes."""
         while not self._closing.is_set():
             parked = self._parking.next_expiry_in()
-            wait_s = min(self._table.next_tick_in(), math.inf if parked is None else parked)
+            wait_s = min(
+                self._table.next_tick_in(), self._pulling.next_tick_in(), math.inf if parked is None else parked
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._closing.wait()

@@ -16,7 +16,7 @@ from functools import partial
 from cache_store.load import Load, WantedHere, breach
 from cache_store.peers import OpenMemory
 from cache_store.pool import HostKvPool
-from cache_store.rows import block_rows
+from cache_store.rows import Rows, block_rows
 from cache_store.staging import Slot, Staging, Ticket, settled
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
@@ -145,8 +145,7 @@ class StagedLanding(_CopyLanding):
             view = slot.view[: data.nbytes]
             view[:] = data
             load.verify(header, view)
-            ids = [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
-            rows = block_rows(wanted.layout, header.layer, ids, wanted.partition_count, wanted.partition_id)
+            rows = _places(wanted, header)
             ticket = self._staging.copies.write(slot, rows, self._after)
         except BaseException:
             ring.give(slot)
@@ -183,13 +182,17 @@ class FetchLanding(_CopyLanding):
     async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
         self.check(load)
         wanted = load.expect(header, data.nbytes)
-        layout, layer = wanted.layout, header.layer
-        ids = [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
         halves = self._source_count > 1 or wanted.partition_count > 1
-        target = block_rows(layout, layer, ids, wanted.partition_count, wanted.partition_id, halves=halves)
-        source = block_rows(layout, layer, header.source_blocks, self._source_count, self._source_id, halves=halves)
-        if source.unit_bytes != target.unit_bytes:
-            load.fail_with(breach("blocks of another size than agreed"))
+        target = _places(wanted, header, halves=halves)
+        source = block_rows(
+            header.group,
+            header.layer,
+            header.source_blocks,
+            wanted.piece_bytes,
+            self._source_count,
+            self._source_id,
+            halves=halves,
+        )
         ring = self._staging.writes
         slot = ring.try_take() or await ring.take()
         try:
@@ -244,6 +247,19 @@ class FetchLanding(_CopyLanding):
         await settled([proof])
         if not proof.cancelled():
             proof.exception()  # looked at: the load has its cause already
+
+
+def _places(wanted: WantedHere, header: pb.PieceHeader, *, halves: bool = False) -> Rows:
+    """Where the blocks of an event go in the pool."""
+    return block_rows(
+        wanted.layout.tag,
+        header.layer,
+        [wanted.block_ids[block - wanted.first_block] for block in header.blocks],
+        wanted.piece_bytes,
+        wanted.partition_count,
+        wanted.partition_id,
+        halves=halves,
+    )
 
 
 def write_blocks(pool: HostKvPool, wanted: WantedHere, layer: int, blocks: Sequence[int], data: memoryview) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from rpc.ids import split_request_key
 from rpc.status import from_rpc_error
 
 FORGET_LOST_S = 600.0
+MEMORY_LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -258,14 +260,22 @@ class Peers:
         peer.state = state
         peer.lost_at = self._clock()
 
-    def forget_lost(self) -> None:
-        """Drops peers that could not be used for FORGET_LOST_S: servers come back under other addresses."""
+    def look_after(self) -> None:
+        """Gives up the memory of peers whose connection is gone, and drops peers that could not be used for
+        FORGET_LOST_S: servers come back under other addresses."""
+        for peer in self._peers.values():
+            if peer.memory is not None and not self._channels.is_ready(peer.address):
+                self._mark(peer, PeerState.LOST)
         usable = (PeerState.NEW, PeerState.CONNECTED)
         for peer in list(self._peers.values()):
             old = peer.state not in usable and self._clock() - peer.lost_at >= FORGET_LOST_S
             if old and not peer.lock.locked():
                 del self._peers[peer.address]
                 self._channels.evict(peer.address)
+
+    def next_look_in(self) -> float:
+        """Seconds until `look_after` is due, because a mapping keeps the memory of an engine that has ended."""
+        return MEMORY_LOOK_S if IPC in self._offer.transports else math.inf
 
     async def renew(self, address: str, reference: pb.KvReference, reading: bool = False) -> float:
         """Seconds until the lease ends. Raises what the service raises, and transport failures.

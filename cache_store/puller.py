@@ -208,7 +208,10 @@ class Puller:
         for key, kept in list(self._kept.items()):
             if kept.until <= now:
                 del self._kept[key]
-        self.peers.forget_lost()
+        self.peers.look_after()
+
+    def next_tick_in(self) -> float:
+        return self.peers.next_look_in()
 
     # ---- state
 

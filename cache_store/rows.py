@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache_store.layout import GroupLayout
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -28,23 +26,27 @@ class Rows:
 
 
 def block_rows(
-    layout: GroupLayout, layer: int, ids: Sequence[int], count: int = 1, index: int = 0, *, halves: bool = False
+    group: str,
+    layer: int,
+    ids: Sequence[int],
+    piece_bytes: int,
+    count: int = 1,
+    index: int = 0,
+    *,
+    halves: bool = False,
 ) -> Rows:
     """Rows of share `index` of `count` of the blocks `ids`, in their order, K before V in each.
 
-    With `halves` there are two rows per block for all heads too: the other end of the copy has a share, and a copy
-    needs the same rows on both ends. Raises ValueError when the heads cannot be shared so.
+    `piece_bytes` is the size of the share in one block. With `halves` there are two rows per block for all heads too:
+    the other end of the copy has a share, and a copy needs the same rows on both ends.
     """
     if count == 1 and not halves:
-        return Rows(layout.tag, layer, layout.block_bytes, ids)
-    start, stop = layout.partition_ranges(count, index)[0]
-    if count == 1:
-        stop = layout.block_bytes // 2
+        return Rows(group, layer, piece_bytes, ids)
     numbers: list[int] = []
     for block in ids:
         first = 2 * count * block + index
         numbers += (first, first + count)
-    return Rows(layout.tag, layer, stop - start, numbers)
+    return Rows(group, layer, piece_bytes // 2, numbers)
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

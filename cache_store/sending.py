@@ -287,7 +287,12 @@ class StagedSender(Sender):
             self._check_stop()  # the wait for the slot may have been long
             ids = self._reader.lease.blocks[wanted.layout.tag]
             rows = block_rows(
-                wanted.layout, run.layer, [ids[i] for i in blocks], wanted.partition_count, wanted.partition_id
+                wanted.layout.tag,
+                run.layer,
+                [ids[block] for block in blocks],
+                wanted.piece_bytes,
+                wanted.partition_count,
+                wanted.partition_id,
             )
             ticket = self._staging.copies.read(rows, slot)
         except BaseException:

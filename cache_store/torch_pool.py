@@ -1,4 +1,4 @@
-"""KV pool over torch tensors in host memory. The only module of the package that imports torch."""
+"""KV pool over torch tensors in host memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,7 @@ class TorchKvPool(HostKvPool):
     """
 
     def __init__(self, layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        for layout in layouts:
-            shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-            for tensor in layers[layout.tag]:
-                if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                    raise ValueError(f"cache group {layout.tag!r}: tensors must be contiguous and on the CPU")
-                if tuple(tensor.shape[1:]) != shape or tensor.dtype is not getattr(torch, layout.dtype):
-                    raise ValueError(
-                        f"cache group {layout.tag!r}: tensor {tuple(tensor.shape)} {tensor.dtype} is not "
-                        f"[num_blocks, {', '.join(map(str, shape))}] {layout.dtype}"
-                    )
+        check_layers(layouts, layers, "cpu")
         buffers = {
             layout.tag: [
                 memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data) for tensor in layers[layout.tag]
@@ -35,3 +26,21 @@ class TorchKvPool(HostKvPool):
         }
         self._keep_alive = {tag: tuple(tensors) for tag, tensors in layers.items()}
         super().__init__(layouts, buffers)
+
+
+def check_layers(
+    layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], device_type: str
+) -> None:
+    """Raises ValueError unless every group has its layers, all of one size, contiguous and on such a device."""
+    for layout in layouts:
+        shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        if len({tensor.shape[0] for tensor in layers[layout.tag]}) > 1 or len(layers[layout.tag]) != layout.num_layers:
+            raise ValueError(f"cache group {layout.tag!r}: not {layout.num_layers} layers of one size")
+        for tensor in layers[layout.tag]:
+            if tensor.device.type != device_type or not tensor.is_contiguous():
+                raise ValueError(f"cache group {layout.tag!r}: tensors must be contiguous and on {device_type}")
+            if tuple(tensor.shape[1:]) != shape or tensor.dtype is not getattr(torch, layout.dtype):
+                raise ValueError(
+                    f"cache group {layout.tag!r}: tensor {tuple(tensor.shape)} {tensor.dtype} is not "
+                    f"[num_blocks, {', '.join(map(str, shape))}] {layout.dtype}"
+                )

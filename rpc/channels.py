@@ -186,6 +186,11 @@ class ChannelPool:
         entry = self._peers.get(address, {}).get(None)
         return entry is not None and entry.connections > 0
 
+    def is_ready(self, address: str) -> bool:
+        """Whether the control channel to `address` has a connection now."""
+        entry = self._peers.get(address, {}).get(None)
+        return entry is not None and entry.channel.get_state() is grpc.ChannelConnectivity.READY
+
     async def wait_ready(self, address: str, timeout_s: float) -> bool:
         """Connects the control channel to `address`; False when that takes longer than `timeout_s`."""
         try:

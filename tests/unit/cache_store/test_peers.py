@@ -198,10 +198,10 @@ async def test_peers_that_stay_lost_are_forgotten_with_their_channels() -> None:
         lost = peers.get("127.0.0.1:1")
         peers.note_failure(lost.address, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
         clock.now += FORGET_LOST_S - 1
-        peers.forget_lost()
+        peers.look_after()
         assert (peers.count(PeerState.CONNECTED), peers.count(PeerState.LOST)) == (1, 1)
         clock.now += 1
-        peers.forget_lost()
+        peers.look_after()
         assert (peers.count(PeerState.CONNECTED), peers.count(PeerState.LOST)) == (1, 0)
         await peers.close()
 
