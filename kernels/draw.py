@@ -40,7 +40,7 @@ import torch
 
 from kernels import exponential as exponentials
 from kernels.exponential import exponential
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
 from kernels.sampling import DRAWN, ROW_WORDS, SELECTS, Scratch, key_value, last_to_arrive, order_key
 
 BINS = 128
@@ -87,8 +87,8 @@ def _positions(x, peak, temperature, SCALE: tl.constexpr):
 
 
 @jit
-def _temperature(params, row):
-    value = tl.load(params + row * _WORDS + 1).to(tl.float64, bitcast=True).to(tl.float32)
+def _temperature(row_params, row):
+    value = tl.load(row_params + row * _WORDS + 1).to(tl.float64, bitcast=True).to(tl.float32)
     return tl.maximum(value, _SMALLEST_TEMPERATURE)
 
 
@@ -135,7 +135,7 @@ def _region(counts, base, shift, head_count, head_mass, tail_mass, top_k, top_p,
 def _bins_kernel(
     logits,
     row_stride,
-    params,
+    row_params,
     flags,
     peaks,
     regions,
@@ -150,20 +150,24 @@ def _bins_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if (tl.load(params + row * _WORDS) & _SELECTS) == 0:
+    if (tl.load(row_params + row * _WORDS) & _SELECTS) == 0:
         return
     if tl.load(flags + row) != 0:
         return
     region = regions + row * 4
-    if SECOND:
+    if SECOND:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.load(region + 3) <= CANDIDATES:
             return
     peak = tl.load(peaks + row)
-    temperature = _temperature(params, row)
-    least = tl.load(params + row * _WORDS + 4)
+    temperature = _temperature(row_params, row)
+    least = tl.load(row_params + row * _WORDS + 4)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     position, weighty = _positions(x, peak, temperature, SCALE)
@@ -199,8 +203,8 @@ def _bins_kernel(
             masses = part_masses + (row * BLOCKS + part) * 2
             head_mass = tl.sum(tl.load(masses, mask=part < BLOCKS, other=0, cache_modifier=".cg"), axis=0)
             tail_mass = tl.sum(tl.load(masses + 1, mask=part < BLOCKS, other=0, cache_modifier=".cg"), axis=0)
-        top_k = tl.load(params + row * _WORDS + 2)
-        top_p = tl.load(params + row * _WORDS + 3).to(tl.float64, bitcast=True)
+        top_k = tl.load(row_params + row * _WORDS + 2)
+        top_p = tl.load(row_params + row * _WORDS + 3).to(tl.float64, bitcast=True)
         first, last, before, inside, ends = _region(
             counts, base, shift, head_count, head_mass, tail_mass, top_k, top_p, least, ONE, SCALE
         )
@@ -330,10 +334,10 @@ def _end_id(
 
 
 @jit
-def _uniform(params, row):
+def _uniform(row_params, row):
     """The number in [0, 1) of (seed, token index): 52 bits of Philox4x32-10, as engine/sampling/philox.py says."""
-    seed = tl.load(params + row * _WORDS + 5)
-    index = tl.load(params + row * _WORDS + 6)
+    seed = tl.load(row_params + row * _WORDS + 5)
+    index = tl.load(row_params + row * _WORDS + 6)
     low = index.to(tl.uint32)
     zero = low * 0
     first, second, _, _ = tl.philox(seed, low, (index >> 32).to(tl.uint32), zero, zero)
@@ -345,7 +349,7 @@ def _uniform(params, row):
 def _masses_kernel(
     logits,
     row_stride,
-    params,
+    row_params,
     flags,
     peaks,
     regions,
@@ -359,19 +363,23 @@ def _masses_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weight of each block before the row's region and in all, and the list of the tokens in the region."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    what = tl.load(params + row * _WORDS)
+    what = tl.load(row_params + row * _WORDS)
     if (what & _DRAWN) == 0:
         return
     if tl.load(flags + row) != 0:
         return
     selects = (what & _SELECTS) != 0
     peak = tl.load(peaks + row)
-    temperature = _temperature(params, row)
-    least = tl.load(params + row * _WORDS + 4)
+    temperature = _temperature(row_params, row)
+    least = tl.load(row_params + row * _WORDS + 4)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     mass = _weights(x, peak, temperature, least, ONE)
@@ -398,7 +406,7 @@ def _masses_kernel(
 def _draw_kernel(
     logits,
     row_stride,
-    params,
+    row_params,
     flags,
     peaks,
     tokens,
@@ -413,18 +421,22 @@ def _draw_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row: the end of its selection, and the draw."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    what = tl.load(params + row * _WORDS)
+    what = tl.load(row_params + row * _WORDS)
     if (what & _DRAWN) == 0:
         return
     if tl.load(flags + row) != 0:
         return
     selects = (what & _SELECTS) != 0
     peak = tl.load(peaks + row)
-    temperature = _temperature(params, row)
-    least = tl.load(params + row * _WORDS + 4)
+    temperature = _temperature(row_params, row)
+    least = tl.load(row_params + row * _WORDS + 4)
     region = regions + row * 4
     inside_count = tl.where(selects, tl.load(region + 3), 0)
     row_logits = logits + row * row_stride
@@ -447,8 +459,8 @@ def _draw_kernel(
     near_masses = tl.where(got, _weights(near_x, peak, temperature, least, ONE), 0)
 
     if inside_count > 0:
-        top_k = tl.load(params + row * _WORDS + 2)
-        top_p = tl.load(params + row * _WORDS + 3).to(tl.float64, bitcast=True)
+        top_k = tl.load(row_params + row * _WORDS + 2)
+        top_p = tl.load(row_params + row * _WORDS + 3).to(tl.float64, bitcast=True)
         head_count = tl.load(region + 2)
         head_mass = kept_mass
         lowest = tl.min(tl.where(got, near_keys, _ALL), axis=0).to(tl.int64)
@@ -494,7 +506,7 @@ def _draw_kernel(
     key = end_key.to(tl.int32)
     near_masses = tl.where(_keeps(near_ids, near_keys, key, end_id), near_masses, 0)
     if wide:
-        for begin_block in range(0, BLOCKS):
+        for begin_block in range(BLOCKS):
             others = begin_block * BLOCK + lane
             x = tl.load(row_logits + others, mask=others < vocab, other=float("-inf")).to(tl.float32)
             kept = _keeps(others, order_key(x), key, end_id)
@@ -502,7 +514,7 @@ def _draw_kernel(
             head_masses = tl.where(part == begin_block, tl.sum(mass, axis=0), head_masses)
 
     # The first block whose cumulative weight exceeds the target, and the first token in it
-    target = (_uniform(params, row) * kept_mass.to(tl.float64)).to(tl.int64)
+    target = (_uniform(row_params, row) * kept_mass.to(tl.float64)).to(tl.int64)
     low = tl.full([], 0, tl.int32)
     high = tl.full([], BLOCKS - 1, tl.int32)
     while low < high:
@@ -523,7 +535,7 @@ def _draw_kernel(
 
 def draw(
     logits: torch.Tensor,
-    params: torch.Tensor,
+    row_params: torch.Tensor,
     scratch: Scratch,
     tokens: torch.Tensor,
     flags: torch.Tensor,
@@ -531,7 +543,7 @@ def draw(
 ) -> None:
     """Overwrites the tokens of usable DRAWN rows by one draw each. `largest` must have run on the same logits.
 
-    logits: [rows, vocab]; params: int64 [rows, ROW_WORDS]; tokens, flags: int64 [rows], as `largest` left them.
+    logits: [rows, vocab]; row_params: int64 [rows, ROW_WORDS]; tokens, flags: int64 [rows], as `largest` left them.
     selects: whether any row may have SELECTS; without one, the launches for those are left out.
     """
     rows, vocab = logits.shape
@@ -550,8 +562,9 @@ def draw(
         "BLOCK": block,
         "num_warps": 8,
         "enable_fp_fusion": False,
+        **pdl_options(logits),
     }
-    common = (logits, logits.stride(0), params, flags, scratch.peaks)
+    common = (logits, logits.stride(0), row_params, flags, scratch.peaks)
     if selects:
         for second in (False, True):
             _bins_kernel[grid](

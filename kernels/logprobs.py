@@ -21,7 +21,7 @@ import torch
 
 from kernels.exponential import exponential
 from kernels.exponential import reference as exponential_reference
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
 from kernels.sampling import LOGPROBS_SHIFT, ROW_WORDS, Scratch, last_to_arrive, order_key
 
 # One row's result, HEAD_WORDS + n int64 words: sum (float64 bits); rank << 32 | logit (float32 bits) of the chosen
@@ -39,7 +39,7 @@ _NOTHING = tl.constexpr(-0x8000000000000000)
 def _logprobs_kernel(
     logits,
     row_stride,
-    params,
+    row_params,
     flags,
     raw_peaks,
     tokens,
@@ -53,10 +53,14 @@ def _logprobs_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    asked = tl.load(params + row * _WORDS) >> _SHIFT
+    asked = tl.load(row_params + row * _WORDS) >> _SHIFT
     if asked == 0:
         return
     if tl.load(flags + row) != 0:
@@ -72,9 +76,9 @@ def _logprobs_kernel(
     tl.store(part_sums + cell, tl.sum(exponential(x - peak).to(tl.float64), axis=0))
     likelier = inside & ((x > own) | ((x == own) & (ids < token)))
     tl.store(part_counts + cell, tl.sum(likelier.to(tl.int32), axis=0))
-    ranked = (order_key(x).to(tl.int64) << 32) | (_LAST_ID - ids).to(tl.int64)
+    ranked = (order_key(x).to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
     ranked = tl.where(inside, ranked, _NOTHING)
-    for place in range(0, wanted):
+    for place in range(wanted):
         best = tl.max(ranked, axis=0)
         tl.store(part_tops + cell * TOPS + place, best)
         ranked = tl.where(ranked == best, _NOTHING, ranked)
@@ -92,11 +96,11 @@ def _logprobs_kernel(
             lane = tl.arange(0, BLOCKS_POW2 * TOPS)
             there = (lane // TOPS < BLOCKS) & (lane % TOPS < wanted)
             tops = part_tops + row * BLOCKS * TOPS + lane
-            ranked = tl.load(tops, mask=there, other=_NOTHING, cache_modifier=".cg")
-            for place in range(0, wanted):
-                best = tl.max(ranked, axis=0)
+            finalists = tl.load(tops, mask=there, other=_NOTHING, cache_modifier=".cg")
+            for place in range(wanted):
+                best = tl.max(finalists, axis=0)
                 tl.store(at + _HEAD + place, best)
-                ranked = tl.where(ranked == best, _NOTHING, ranked)
+                finalists = tl.where(finalists == best, _NOTHING, finalists)
 
 
 class LogprobScratch:
@@ -113,7 +117,7 @@ class LogprobScratch:
 
 def logprobs(
     logits: torch.Tensor,
-    params: torch.Tensor,
+    row_params: torch.Tensor,
     scratch: Scratch,
     tokens: torch.Tensor,
     flags: torch.Tensor,
@@ -133,7 +137,7 @@ def logprobs(
     _logprobs_kernel[(blocks, rows)](
         logits,
         logits.stride(0),
-        params,
+        row_params,
         flags,
         scratch.raw_peaks,
         tokens,
@@ -149,6 +153,7 @@ def logprobs(
         BLOCK=block,
         num_warps=8,
         enable_fp_fusion=False,
+        **pdl_options(logits),
     )
 
 

@@ -6,9 +6,9 @@ peak that `kernels.draw` and `kernels.logprobs` start from. It reads every logit
     1 row      0.5 MB   read by 63 programs; the floor is a launch, one trip to memory and two reductions, about 3 us
     256 rows   131 MB   floor 29 us at 4.5 TB/s; four operations per logit never matter
 
-A row is split over programs so that up to 792 of them, one wave, share the work. Each writes its largest logit; the last
-one of a row to finish (an atomic ticket per row) reads those of the others and writes the row's result, so that one
-launch suffices. Maxima do not depend on the order of the comparisons: neither does the result on the split.
+Rows are split so that up to 1,056 programs, one wave, share the work. Each writes its largest logit; the last one of a
+row to finish (an atomic ticket per row) reads those of the others and writes the row's result, so that one launch
+suffices. Maxima do not depend on the order of the comparisons: neither does the result on the split.
 
 `adjust` writes bias, mask and penalties into the logits of the tokens that rows name, 24 bytes of instructions per
 token, and `restore` puts the old logits back. Rows that name no token cost nothing.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
 
 # One row's parameters, ROW_WORDS int64 words on the device: WHAT, temperature (float64), top-k (the vocabulary where
 # there is no limit), top-p (float64), least weight of min-p, seed, token index. See kernels.draw for their meaning.
@@ -37,8 +37,8 @@ ENTRY_WORDS = 3
 USABLE, NOT_FINITE, ALL_MASKED = 0, 1, 2  # what `flags` says of a row
 
 _SPLIT_BLOCK = 2048  # logits that a program of `largest` looks at in one go
-_PROGRAMS = 792  # of `largest`, at the most: one wave, six programs on each of 132 multiprocessors
-_FEW_ROWS = 16
+_PROGRAMS = 1056  # of `largest`, at the most: one wave, eight programs on each of 132 multiprocessors
+FEW_ROWS = 16  # up to here blocks are narrow, so that all multiprocessors get some
 _ENTRIES = 256
 
 _WORDS = tl.constexpr(ROW_WORDS)
@@ -73,7 +73,7 @@ class Scratch:
 
     def block_for(self, rows: int) -> int:
         """Tokens per block of kernels.draw and kernels.logprobs for that many rows."""
-        return self.blocks[0] if rows <= _FEW_ROWS else self.blocks[1]
+        return self.blocks[0] if rows <= FEW_ROWS else self.blocks[1]
 
 
 def scratch_for(
@@ -86,7 +86,7 @@ def scratch_for(
     bins: int = 128,
 ) -> Scratch:
     """Memory for up to max_rows rows of vocab logits. The sizes, powers of two, are arguments for tests only."""
-    few = min(max_rows, _FEW_ROWS)
+    few = min(max_rows, FEW_ROWS)
     cells = max(few * -(-vocab // blocks[0]), max_rows * -(-vocab // blocks[1]), few * -(-vocab // _SPLIT_BLOCK))
     cells = max(cells, _PROGRAMS, max_rows)
 
@@ -137,11 +137,11 @@ def last_to_arrive(tickets, row, programs):
     return last
 
 
-@jit
+@jit(do_not_specialize=["splits", "split_blocks"])
 def _largest_kernel(
     logits,
     row_stride,
-    params,
+    row_params,
     peaks,
     raw_peaks,
     tokens,
@@ -149,23 +149,27 @@ def _largest_kernel(
     part_values,
     part_ids,
     tickets,
+    splits,  # programs per row
+    split_blocks,  # BLOCKs of logits per program
     vocab: tl.constexpr,
-    span: tl.constexpr,  # logits per program, a multiple of BLOCK
     ONLY_ADJUSTED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_POW2: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,  # a power of two
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if ONLY_ADJUSTED:
-        if (tl.load(params + row * _WORDS) & _ADJUSTED) == 0:
+    if ONLY_ADJUSTED:  # noqa: SIM102 - decided when the kernel is compiled
+        if (tl.load(row_params + row * _WORDS) & _ADJUSTED) == 0:
             return
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_id = split * span + lane
-    for begin in range(split * span, tl.minimum(split * span + span, vocab), BLOCK):
-        ids = begin + lane
+    best_id = split * split_blocks * BLOCK + lane
+    for block in range(split * split_blocks, tl.minimum((split + 1) * split_blocks, tl.cdiv(vocab, BLOCK))):
+        ids = block * BLOCK + lane
         x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("inf"))  # a row with NaN is unusable, as one with infinity is
         better = x > best
@@ -173,21 +177,15 @@ def _largest_kernel(
         best_id = tl.where(better, ids, best_id)
     peak = tl.max(best, axis=0)
     token = tl.min(tl.where(best == peak, best_id, _NO_TOKEN), axis=0)
-    finish = True
-    if SPLITS > 1:
-        tl.store(part_values + row * SPLITS + split, peak)
-        tl.store(part_ids + row * SPLITS + split, token)
-        finish = last_to_arrive(tickets, row, SPLITS)
-        if finish:
-            part = tl.arange(0, SPLITS_POW2)
-            there = part < SPLITS
-            values = tl.load(
-                part_values + row * SPLITS + part, mask=there, other=float("-inf"), cache_modifier=".cg"
-            )
-            token_ids = tl.load(part_ids + row * SPLITS + part, mask=there, other=_NO_TOKEN, cache_modifier=".cg")
-            peak = tl.max(values, axis=0)
-            token = tl.min(tl.where(values == peak, token_ids, _NO_TOKEN), axis=0)
-    if finish:
+    tl.store(part_values + row * splits + split, peak)
+    tl.store(part_ids + row * splits + split, token)
+    if last_to_arrive(tickets, row, splits):
+        part = tl.arange(0, MOST_SPLITS)
+        at = row * splits + part
+        values = tl.load(part_values + at, mask=part < splits, other=float("-inf"), cache_modifier=".cg")
+        token_ids = tl.load(part_ids + at, mask=part < splits, other=_NO_TOKEN, cache_modifier=".cg")
+        peak = tl.max(values, axis=0)
+        token = tl.min(tl.where(values == peak, token_ids, _NO_TOKEN), axis=0)
         usable = (peak > float("-inf")) & (peak < float("inf"))
         failure = _NOT_FINITE
         if ONLY_ADJUSTED:
@@ -245,9 +243,9 @@ def largest(
     rows, vocab = logits.shape
     if not rows:
         return
-    splits = min(max(_PROGRAMS // rows, 1), triton.cdiv(vocab, _SPLIT_BLOCK))
-    span = triton.cdiv(triton.cdiv(vocab, splits), _SPLIT_BLOCK) * _SPLIT_BLOCK
-    splits = triton.cdiv(vocab, span)
+    blocks = triton.cdiv(vocab, _SPLIT_BLOCK)
+    split_blocks = triton.cdiv(blocks, min(max(_PROGRAMS // rows, 1), blocks))
+    splits = triton.cdiv(blocks, split_blocks)
     _largest_kernel[(splits, rows)](
         logits,
         logits.stride(0),
@@ -259,13 +257,14 @@ def largest(
         scratch.part_values,
         scratch.part_ids,
         scratch.tickets,
+        splits,
+        split_blocks,
         vocab=vocab,
-        span=span,
         ONLY_ADJUSTED=adjusted is not None,
-        SPLITS=splits,
-        SPLITS_POW2=triton.next_power_of_2(splits),
+        MOST_SPLITS=triton.next_power_of_2(blocks),
         BLOCK=_SPLIT_BLOCK,
         num_warps=4,
+        **pdl_options(logits),
     )
 
 

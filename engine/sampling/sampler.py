@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine.sampling.distribution import draw
+from engine.sampling.failures import every_token_masked, logits_not_finite
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.philox import uniforms
 from engine.sampling.processors import apply_processors
 from engine.sampling.row import SampledToken, SamplingRow
-from rpc.errors import BatonError, ErrorCode
+from rpc.errors import BatonError
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
@@ -68,17 +69,7 @@ def _failures(
 
 
 def _unusable(raw: NDArray[np.float32]) -> BatonError:
-    if np.isfinite(raw.max()):
-        return BatonError(
-            ErrorCode.INVALID_PARAMS,
-            "min_tokens leaves no token to draw: every token of the vocabulary is a stop token; lower it",
-            param="min_tokens",
-        )
-    return BatonError(
-        ErrorCode.EXECUTION_EXCEPTION,
-        "the model's logits are not finite; send the request again",
-        metadata={"cause": "logits_not_finite"},
-    )
+    return every_token_masked() if np.isfinite(raw.max()) else logits_not_finite()
 
 
 def _choose(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[int]:
