@@ -1,6 +1,9 @@
-"""Choice of the attention backend by name."""
+"""Choice of the attention backend by name, or by what is there and was measured to be fast."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +13,10 @@ from engine.attention.torch_backend import TorchBackend
 from engine.loader.errors import ModelLoadError
 from engine.models.config import ModelConfig
 
-BACKENDS: dict[str, type[TorchBackend] | type[NativeBackend]] = {"torch": TorchBackend, "native": NativeBackend}
+_log = logging.getLogger(__name__)
+
+NAMES = ("torch", "native", "triton", "flashinfer")
+_FEW = BatchLimits(max_rows=64, max_tokens=2048, max_blocks=1024)  # where the caller names no limits
 
 
 def select_backend(
@@ -22,23 +28,118 @@ def select_backend(
     device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
     limits: BatchLimits | None = None,
 ) -> AttentionBackend:
-    """The backend of `--attention-backend`; "auto" takes `native` where it is available, else `torch`.
+    """The backend of `--attention-backend`.
 
-    Raises ModelLoadError for an unknown name or one that cannot run the model here.
+    "auto": on the CPU `native` where it is available, else `torch`. On a CUDA device `triton`, and where FlashInfer is
+    installed and was measured to be faster for some shapes (see table.py), both, chosen at every step.
+    Raises ModelLoadError for an unknown name, or one that cannot run the model on the device.
     """
-    native = NativeBackend.available(config.num_heads, config.num_kv_heads, config.head_dim, dtype)
-    if name == "auto":
-        name = "native" if native else "torch"
-    kind = BACKENDS.get(name)
-    if kind is None:
-        raise ModelLoadError(
-            f"--attention-backend {name!r} is not available; available: auto, {', '.join(sorted(BACKENDS))}"
+    return _Choice(config, block_size, dtype, device, limits or _FEW).backend(name)
+
+
+class _Choice:
+    def __init__(
+        self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, limits: BatchLimits
+    ) -> None:
+        self.config, self.block_size, self.dtype, self.device, self.limits = config, block_size, dtype, device, limits
+
+    def backend(self, name: str) -> AttentionBackend:
+        makers: dict[str, Callable[[], AttentionBackend]] = {
+            "torch": self._torch,
+            "native": self._native,
+            "triton": self._triton,
+            "flashinfer": self._flashinfer,
+            "auto": self._auto,
+        }
+        if name not in makers:
+            raise ModelLoadError(f"--attention-backend {name!r} is not available; available: auto, {', '.join(NAMES)}")
+        backend = makers[name]()
+        has = backend.capabilities
+        if any(window is not None for window in self.config.windows) and not has.sliding_window:
+            raise ModelLoadError(f"--attention-backend {name!r} cannot run models with a sliding window")
+        return backend
+
+    def _auto(self) -> AttentionBackend:
+        config = self.config
+        if self.device.type == "cuda":
+            return self._measured()
+        if NativeBackend.available(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype):
+            return self._native()
+        return self._torch()
+
+    def _torch(self) -> AttentionBackend:
+        self._only_on_cpu("torch")
+        config = self.config
+        return TorchBackend(
+            config.num_heads, config.num_kv_heads, config.head_dim, self.block_size, config.windows, self.dtype
         )
-    if kind is NativeBackend and not native:
-        raise ModelLoadError(
-            "--attention-backend 'native' needs a processor with AVX-512 and AMX, a C compiler, and heads of a "
-            f"multiple of 16 up to 256 (this model: {config.head_dim}); use 'torch'"
+
+    def _native(self) -> AttentionBackend:
+        self._only_on_cpu("native")
+        config = self.config
+        if not NativeBackend.available(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype):
+            raise ModelLoadError(
+                "--attention-backend 'native' needs a processor with AVX-512 and AMX, a C compiler, and heads of a "
+                f"multiple of 16 up to 256 (this model: {config.head_dim}); use 'torch'"
+            )
+        return NativeBackend(
+            config.num_heads, config.num_kv_heads, config.head_dim, self.block_size, config.windows, self.dtype
         )
-    if any(window is not None for window in config.windows) and not kind.capabilities.sliding_window:
-        raise ModelLoadError(f"--attention-backend {name!r} cannot run models with a sliding window")
-    return kind(config.num_heads, config.num_kv_heads, config.head_dim, block_size, config.windows, dtype)
+
+    def _only_on_cpu(self, name: str) -> None:
+        if self.device.type != "cpu":
+            raise ModelLoadError(f"--attention-backend {name!r} runs on the CPU only; use 'auto' or 'triton'")
+
+    # Imported where they are chosen: a server on the CPU starts without Triton
+
+    def _triton(self) -> AttentionBackend:
+        from engine.attention.triton_backend import TritonBackend
+
+        config = self.config
+        if reason := TritonBackend.unavailable(config.head_dim, self.device):
+            raise ModelLoadError(f"--attention-backend 'triton' {reason}; use 'auto'")
+        return TritonBackend(
+            config.num_heads, config.num_kv_heads, config.head_dim, device=self.device, limits=self.limits
+        )
+
+    def _flashinfer(self) -> AttentionBackend:
+        from engine.attention.flashinfer_backend import FlashInferBackend
+
+        config = self.config
+        if reason := FlashInferBackend.unavailable(config.head_dim, self.dtype, self.device):
+            raise ModelLoadError(f"--attention-backend 'flashinfer' {reason}; use 'auto'")
+        try:
+            return FlashInferBackend(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                self.block_size,
+                config.windows,
+                self.dtype,
+                device=self.device,
+                limits=self.limits,
+            )
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ModelLoadError(
+                f"--attention-backend 'flashinfer': the library does not work here ({error}); use 'triton'"
+            ) from error
+
+    def _measured(self) -> AttentionBackend:
+        from engine.attention.flashinfer_backend import FlashInferBackend
+        from engine.attention.measured_backend import MeasuredBackend
+        from engine.attention.table import measured_table
+        from engine.attention.triton_backend import TritonBackend
+
+        triton, table, config = self._triton(), measured_table(), self.config
+        heads = {"head_dim": config.head_dim, "group": config.num_heads // config.num_kv_heads}
+        if not table.prefers("flashinfer", ("triton", "flashinfer"), **heads):
+            return triton
+        if FlashInferBackend.unavailable(config.head_dim, self.dtype, self.device):
+            return triton
+        try:
+            flashinfer = self._flashinfer()
+        except ModelLoadError as error:
+            _log.warning("attention by triton alone: %s", error)
+            return triton
+        assert isinstance(triton, TritonBackend) and isinstance(flashinfer, FlashInferBackend)
+        return MeasuredBackend(triton, flashinfer, table, **heads)
