@@ -88,6 +88,8 @@ def _repair_interpreter() -> None:
 
     Loop bounds: it makes an int of a one-element array, which NumPy 2.4 and later refuse.
     Conversion of float32 to bfloat16: it cuts the number off instead of rounding it to the nearest, ties to even.
+    Besides, it searches whole modules for what it has to replace at every call of a function, which takes longer than
+    most functions: remembering the names halves the time of kernels with many calls.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -107,7 +109,18 @@ def _repair_interpreter() -> None:
             return np.left_shift(data, 16, dtype=np.uint32)
         return convert_float(data, source, target, rounding_mode)
 
+    names: dict[Any, list[str]] = {}  # of what Triton defines itself, by module or class
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in names:
+            names[package] = [name for name in dir(package) if tl.core.is_builtin(getattr(package, name, None))]
+        for name in names[package]:
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):  # not replaced yet by the caller
+                interpreter._patch_attr(package, name, member, builder, scope)
+
     interpreter._patch_lang_tensor = patch
+    interpreter._patch_builtin = patch_builtin
     interpreter._convert_float = convert
 
 
