@@ -14,6 +14,7 @@ from rpc.errors import BatonError, ErrorCode
 
 ROLES = ("prefill", "decode")
 CHECKSUMS = ("off", "sample", "all")
+TRANSPORTS = ("auto", "ipc", "grpc")
 LOAD_FAILURE_POLICIES = ("retry", "recompute", "fail")
 
 
@@ -48,6 +49,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
 
     host: str = "127.0.0.1"  # bind address of the cache-store agent
     cache_store_port: int = 0  # 0: any free port
+    kv_transport: str = "auto"
     kv_lease_seconds: float = 30.0
     kv_checksum: str = "all"
     kv_load_failure_policy: str = "retry"
@@ -84,6 +86,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     def check(self) -> None:
         """Raises INVALID_PARAMS for the first value out of its range."""
         _one_of("--role", self.role, ROLES)
+        _one_of("--kv-transport", self.kv_transport, TRANSPORTS)
         _one_of("--kv-checksum", self.kv_checksum, CHECKSUMS)
         _one_of("--kv-load-failure-policy", self.kv_load_failure_policy, LOAD_FAILURE_POLICIES)
         _in_range("--block-size", self.block_size, 0, 1024)

@@ -146,7 +146,6 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     import torch
 
     from cache_store.agent import CacheStoreAgent
-    from cache_store.torch_pool import TorchKvPool
     from engine.core import EngineCore
     from engine.kv_cache.cache import KvCache
     from engine.loader.errors import ModelLoadError
@@ -154,7 +153,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     from engine.runner.decode_status import capture_sizes
     from engine.runner.model_runner import ModelRunner
     from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
-    from engine.transfer import agent_identity, agent_settings
+    from engine.transfer import agent_identity, agent_settings, kv_pool
 
     began = time.monotonic()
     if config.threads:
@@ -218,7 +217,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     prefill_graphs.finish(kv)
     engine_id = secrets.token_hex(16)
     identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
-    pool = TorchKvPool(identity.groups, runner.kv_layers)
+    pool = kv_pool(identity.groups, runner.kv_layers, runner.device.type)
     agent = CacheStoreAgent(identity, pool, agent_settings(config), wake=wakeup.wake)
     address = agent.start(config.host, config.cache_store_port)
     core = EngineCore(
@@ -243,7 +242,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         groups=runner.groups,
         num_blocks=num_blocks,
         cache_store_address=address,
-        transports=["grpc"],
+        transports=list(agent.transports),
         attention_backend=runner.attention_backend,
         prefill_cuda_graph_init=prefill_graphs.status.value,
         torch_version=str(torch.__version__),

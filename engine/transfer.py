@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cache_store.agent import AgentIdentity, AgentSettings, CacheStoreAgent, KvSourceRef
 from cache_store.events import LeaseEnded, LoadDone, LoadFailed
 from cache_store.layout import GroupLayout
+from cache_store.pool import KvPool
 from engine.config import EngineConfig
 from engine.messages import FinishReason, KvGroupInfo, PrefillInfo, PromptLogprob, RunMode, TokenLogprob
 from engine.requests import Answer, Request
@@ -20,6 +22,9 @@ from engine.scheduler.batching import StepPlan
 from engine.scheduler.scheduler import Scheduler
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode
+
+if TYPE_CHECKING:
+    import torch
 
 HAND_OVER_S = 0.005  # longest time that a computed layer waits for the next ones
 HAND_OVER_BYTES = 1 << 20
@@ -37,6 +42,7 @@ def agent_settings(config: EngineConfig) -> AgentSettings:
     return AgentSettings(
         lease_seconds=config.kv_lease_seconds,
         checksum=config.kv_checksum,
+        transport=config.kv_transport,
         chunk_bytes=config.cache_store_chunk_bytes,
         queue_size=config.cache_store_queue_size,
         connect_timeout_s=config.cache_store_connect_timeout_ms / 1000,
@@ -60,6 +66,17 @@ def agent_identity(engine_id: str, model_fingerprint: str, groups: Iterable[KvGr
         for group in groups
     )
     return AgentIdentity(engine_id, model_fingerprint, layouts[0].dtype, layouts, tp_size=1, rank=rank)
+
+
+def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], device_type: str) -> KvPool:
+    """The agent's view of the KV tensors, per group one per layer: in place on the CPU, by copy streams on CUDA."""
+    if device_type == "cuda":
+        from cache_store.cuda_pool import CudaKvPool
+
+        return CudaKvPool(layouts, layers)
+    from cache_store.torch_pool import TorchKvPool
+
+    return TorchKvPool(layouts, layers)
 
 
 def to_wire(answer: Answer) -> common_pb2.PrefillResult:
@@ -143,8 +160,8 @@ class _Publisher:
     """One step's layer hook. Hands layers to the agent a few at a time where they are small.
 
     Each hand-over wakes the agent's thread, and with it the decode server, which compete with the computation for the
-    interpreter and the cores. A prompt of 64 tokens of SmolLM2-135M, whose layers take 0.8 ms and 49 kB each, took twice
-    as long to compute with a hand-over per layer. Layers that take longer than HAND_OVER_S go one by one.
+    interpreter and the cores. A prompt of 64 tokens of SmolLM2-135M, whose layers take 0.8 ms and 49 kB each, took
+    twice as long to compute with a hand-over per layer. Layers that take longer than HAND_OVER_S go one by one.
     """
 
     def __init__(

@@ -40,12 +40,14 @@ class EngineFeed:
         self._reception = reception
         self._kv_index = kv_index
         self._transfers = transfers
+        self._transport = "grpc"
         metrics.set("baton_engine_up", 0, rank=self._rank)
 
     def came_up(self, ready: EngineReady) -> None:
         """Facts of the engine, as metrics."""
         metrics = self._metrics
         metrics.set("baton_engine_up", 1, rank=self._rank)
+        self._transport = ready.transports[0]
         metrics.set(
             "baton_model_info",
             1,
@@ -55,7 +57,7 @@ class EngineFeed:
             block_size=str(ready.groups[0].block_size) if ready.groups else "",
             tp_size="1",
             attention_backend=ready.attention_backend,
-            kv_transport=ready.transports[0] if ready.transports else "",
+            kv_transport=self._transport,
         )
         if "baton_prefill_cuda_graph_init" in metrics.families and ready.prefill_cuda_graph_init:
             metrics.set("baton_prefill_cuda_graph_init", 1, status=ready.prefill_cuda_graph_init)
@@ -106,7 +108,7 @@ class EngineFeed:
                 metrics.remove("baton_kv_oldest_hold_seconds", rank=rank, state=state)
         if "baton_kv_leases_active" in metrics.families:
             metrics.set("baton_kv_leases_active", stats.leases)
-        metrics.set("baton_kv_transfer_inflight", stats.transfers_inflight, transport="grpc")
+        metrics.set("baton_kv_transfer_inflight", stats.transfers_inflight, transport=self._transport)
         metrics.set("baton_kv_transfer_queue_depth", stats.transfer_queue_depth, rank=rank)
         metrics.set("baton_peers", stats.peers_connected, state="connected")
         metrics.set("baton_peers", stats.peers_incompatible, state="incompatible")

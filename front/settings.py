@@ -179,6 +179,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         ),
         host=settings.host,
         cache_store_port=settings.cache_store_port,
+        kv_transport=settings.kv_transport,
         kv_lease_seconds=settings.kv_lease_seconds,
         kv_checksum=settings.kv_checksum,
         kv_load_failure_policy=settings.kv_load_failure_policy,
