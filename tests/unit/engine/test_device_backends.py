@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from engine.attention import table as tables
-from engine.attention.backend import AttentionRows, BatchLimits, DeviceRows, GraphSelectionMode
+from engine.attention.backend import BatchLimits, GraphSelectionMode
 from engine.attention.flashinfer_backend import FlashInferBackend, page_lists
 from engine.attention.selection import select_backend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.loader.errors import ModelLoadError
 from kernels import jit
+from tests.unit.engine.step_rows import step_rows
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
 LIMITS = BatchLimits(max_rows=8, max_tokens=64, max_blocks=8)
@@ -30,38 +31,6 @@ def device() -> torch.device:
         if jit.available(name):
             return torch.device(name)
     pytest.skip("kernels need Triton, and a CUDA device or TRITON_INTERPRET=1")
-
-
-def build_rows(spans: list[tuple[int, int]], device: torch.device, pads: int = 0) -> AttentionRows:
-    """Rows of (start, length), and `pads` rows on the device that only pad, with a token each."""
-    lengths = [length for _, length in spans]
-    kv_lens = [start + length for start, length in spans]
-    needed = [-(-length // BLOCK) for length in kv_lens]
-    order = iter((torch.randperm(sum(needed)) + 1).tolist())
-    blocks = [[next(order) for _ in range(count)] for count in needed]
-    table = torch.zeros(len(spans) + pads, LIMITS.max_blocks, dtype=torch.int32)
-    for row, own in enumerate(blocks):
-        table[row, : len(own)] = torch.tensor(own)
-
-    def sums(values: list[int]) -> torch.Tensor:
-        return torch.tensor([0, *values]).cumsum(0).to(device, torch.int32)
-
-    num_decode = next((row for row, length in enumerate(lengths) if length != 1), len(spans))
-    return AttentionRows(
-        starts=[start for start, _ in spans],
-        lengths=lengths,
-        block_tables=blocks,
-        num_decode=num_decode,
-        device=DeviceRows(
-            cu_seqlens=sums([*lengths, *[1] * pads]),
-            cu_kv_seqlens=sums([*kv_lens, *[0] * pads]),
-            kv_lens=torch.tensor([*kv_lens, *[0] * pads], dtype=torch.int32, device=device),
-            slots=torch.full((sum(lengths) + pads,), -1, device=device),
-            block_tables=table.to(device),
-            max_q=max(lengths),
-            max_kv=max(kv_lens),
-        ),
-    )
 
 
 def triton(device: torch.device) -> TritonBackend:
@@ -82,7 +51,7 @@ def test_triton_attends_as_the_torch_backend_does(
     spans: list[tuple[int, int]], window: int | None, device: torch.device
 ) -> None:
     torch.manual_seed(len(spans))
-    rows = build_rows(spans, device)
+    rows = step_rows(spans, device, block_size=BLOCK)
     pool = torch.randn(1 + sum(map(len, rows.block_tables)), 2, KV_HEADS, BLOCK, DIM)
     q = torch.randn(sum(rows.lengths), HEADS, DIM)
     kv = torch.randn(sum(rows.lengths), 2 * KV_HEADS, DIM)
@@ -98,7 +67,7 @@ def test_triton_attends_as_the_torch_backend_does(
 
 def test_rows_that_only_pad_are_zeros_and_change_nothing(device: torch.device) -> None:
     torch.manual_seed(1)
-    rows = build_rows([(20, 1), (3, 1)], device, pads=2)
+    rows = step_rows([(20, 1), (3, 1)], device, block_size=BLOCK, pads=2)
     pool = torch.randn(8, 2, KV_HEADS, BLOCK, DIM, device=device)
     q = torch.randn(4, HEADS, DIM, device=device)
     backend = triton(device)
@@ -110,7 +79,7 @@ def test_rows_that_only_pad_are_zeros_and_change_nothing(device: torch.device) -
 
 
 def test_a_plan_without_rows_on_the_device_is_refused(device: torch.device) -> None:
-    rows = replace(build_rows([(3, 1)], device), device=None)
+    rows = replace(step_rows([(3, 1)], device, block_size=BLOCK), device=None)
     with pytest.raises(ValueError, match="DeviceRows"):
         triton(device).plan(rows)
 
