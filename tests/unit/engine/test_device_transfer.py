@@ -1,0 +1,68 @@
+"""Prefill and decode engines whose KV only copies reach: the same tokens, and every block is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+
+from cache_store.layout import GroupLayout
+from cache_store.pool import StagedKvPool
+from cache_store.stream_copies import StreamCopyEngine
+from engine.messages import RunMode
+from rpc import faults
+from rpc.errors import ErrorCode
+from tests.unit.cache_store.late_device import LateDevice
+from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
+
+PROMPT = [5 + (i * 37) % 370 for i in range(45)]
+
+
+@pytest.fixture(autouse=True)
+def staged_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines of this module see their KV as that of a device."""
+
+    def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], _: str) -> StagedKvPool:
+        places = {(tag, i): layer for tag, tensors in layers.items() for i, layer in enumerate(tensors)}
+        return StagedKvPool(
+            {layout.tag: layers[layout.tag][0].shape[0] for layout in layouts}, StreamCopyEngine(LateDevice(), places)
+        )
+
+    monkeypatch.setattr("engine.transfer.kv_pool", kv_pool)
+    yield
+    faults.disarm()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "grpc"])
+def test_pd_when_the_kv_is_on_a_device_then_the_tokens_are_those_of_one_engine(transport: str) -> None:
+    with RealEngine() as alone:
+        alone.add("a#0.00000001", PROMPT, max_tokens=16)
+        alone.run()
+        expected = alone.tokens("a#0.00000001")
+    options = {"kv_transport": transport, "max_num_batched_tokens": 16}
+    with pair(options, options) as (p, d):
+        assert p.ready.transports == d.ready.transports == [transport]
+        for number in range(3):  # the second and third hit both prefix caches
+            assert serve(p, d, f"r{number}#0.0000000{number}", PROMPT, max_tokens=16) == expected
+        assert p.cached_tokens("r1#0.00000001") == 40
+        run_until([p, d], lambda: p.clean() and d.clean())
+        received = [item for item in d.observations if item.name == "baton_kv_transfer_bytes_total"]
+        assert {item.labels["transport"] for item in received} == {transport}
+        assert [end.outcome for end in p.staged_ends] == ["released"] * 3
+
+
+@pytest.mark.parametrize("transport", ["ipc", "grpc"])
+def test_pd_when_the_load_breaks_then_the_decode_server_wipes_what_may_be_of_others(transport: str) -> None:
+    options = {"kv_transport": transport, "kv_load_failure_policy": "fail"}
+    with pair(options, options) as (p, d):
+        wiped: list[list[int]] = []
+        d.core.transfer._wipe_blocks = lambda group, blocks: wiped.append(list(blocks))
+        faults.arm("cache_store.send_piece:raise=8309,layer=1")
+        key = "r#0.00000001"
+        d.add(key, PROMPT, RunMode.DECODE, source=p.source)
+        p.add(key, PROMPT, RunMode.PREFILL)
+        run_until([d, p], lambda: d.ended(key) and p.ended(key) and d.clean() and p.clean())
+        error = d.last(key).error
+        assert error is not None and error.metadata["cause_code"] == str(int(ErrorCode.CACHE_STORE_STORE_FAILED))
+        assert bool(wiped) == (transport == "ipc")
