@@ -1,21 +1,26 @@
-"""Products of a few rows with a weight, y[M, N] = x[M, K] W[N, K]^T + b for M <= 16, which are bound by reading W once.
+"""Products of a few rows with a weight, y[M, N] = x[M, K] W[N, K]^T + b for M <= 64, which are bound by reading W once.
 
 Bytes: N x K x 2 of weights (bfloat16), everything else is small. Llama-3.1-8B at 4.27 TB/s: qkv 6144 x 4096 50 MB,
 11.8 us; o 4096 x 4096 34 MB, 7.9 us; gate-up 28672 x 4096 235 MB, 55 us; down 4096 x 14336 117 MB, 27.5 us; head
-128256 x 4096 1051 MB, 246 us. FLOPs: 2 x M x N x K, at M = 16 a hundredth of what the matrix units could do meanwhile.
+128256 x 4096 1051 MB, 246 us. FLOPs: 2 x M x N x K, at M = 64 a third of what the matrix units could do meanwhile.
 
 A program takes BLOCK_N rows of W and a share of K. The weight is the left operand of the matrix product, so that its
-rows fill the matrix units' tall side, and x, padded to 8 or 16 rows, the right one. Triton's pipeline keeps STAGES
-tiles of W in flight, BLOCK_N x BLOCK_K x 2 bytes each; 40 KB in flight per multiprocessor and more saturate the
-memory. One row alone can also be multiplied without matrix units (`Config.vector`): each thread keeps its part of a
-[BLOCK_N, BLOCK_K] product in registers, and the sum over K is taken once, at the end.
+rows fill the matrix units' tall side, and x, padded to 8, 16, 32 or 64 rows, the right one. Triton's pipeline keeps
+STAGES tiles of W in flight, BLOCK_N x BLOCK_K x 2 bytes each; 40 KB in flight per multiprocessor and more saturate the
+memory.
+
+One row alone can also be multiplied without matrix units (`Config.vector`), by a grid that fills the device once: a
+program goes over its tiles of W as one stream, two tiles ahead of the arithmetic also where one ends and the next
+begins, so that its loads never stop. Each thread keeps its part of a [BLOCK_N, BLOCK_K] product in registers; the sum
+over K is taken once per tile.
 
 Where N / BLOCK_N programs leave multiprocessors without work, K is split. The sums of each share go to float32 scratch,
 and the program that arrives last adds them up, in the order of the shares: the result does not depend on who was last.
 
 With programmatic dependent launch (`Config.pdl`, Hopper and later) a program starts while the kernel before is at work,
-asks for the first `prefetch` bytes of each of its weight rows to be brought into the L2 cache, which needs nothing of
-that kernel, and only then waits for it. So the memory does not idle during the small kernels between products.
+reads ahead what needs nothing of that kernel, and only then waits for it. So the memory does not idle during the small
+kernels between products. Reading ahead is the first tiles of W for `vector`, and `prefetch` bytes of each program's
+weight rows (of its further tiles) into the L2 cache, for the programs that fill the device first.
 
 `gated` is SwiGLU's inner half: W holds the gate's rows and then as many of up; a program computes both for its columns,
 and silu(gate) x up from the accumulators. That saves a launch and 3 x M x inner numbers of traffic.
@@ -33,7 +38,8 @@ import torch
 
 from kernels.jit import interpreted, jit, tl, triton
 
-MOST_ROWS = 16
+MOST_ROWS = 64
+_WAVE = 2  # programs per multiprocessor that read ahead into the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,9 @@ class Config:
     warps: int = 4
     stages: int = 4
     vector: bool = False  # without matrix units, for one row of x
+    per_sm: int = 2  # with `vector`: programs per multiprocessor
     pdl: bool = False
-    prefetch: int = 0  # with pdl: bytes of each weight row of the program, whole multiples of 16 x chunks per row
+    prefetch: int = 0  # with pdl: bytes of each weight row, multiples of 16 x `chunks`; with `vector`: tiles of W
 
     @property
     def chunks(self) -> int:
@@ -56,11 +63,20 @@ class Config:
 
 
 @jit
-def _begin(rows, weight, K: tl.constexpr, first, PDL: tl.constexpr, PREFETCH: tl.constexpr, CHUNKS: tl.constexpr):
-    """What needs nothing of the kernel before: the first PREFETCH bytes of W's `rows` from column `first` on."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
+def _read_ahead(
+    rows,
+    weight,
+    K: tl.constexpr,
+    first,
+    program,
+    wave,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Brings the first PREFETCH bytes of W's `rows` from column `first` on into the L2 cache, for programs < wave."""
+    if PDL and PREFETCH > 0:  # noqa: SIM102 - known when compiled
+        if program < wave:
             size: tl.constexpr = PREFETCH // CHUNKS
             step: tl.constexpr = size // (weight.dtype.element_ty.primitive_bitwidth // 8)
             chunk = tl.arange(0, CHUNKS)[None, :] * step
@@ -104,7 +120,7 @@ def _finish(
     tl.store(out + place, gate, mask=inside)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "wave"])
 def _product_kernel(
     x,
     weight,
@@ -113,6 +129,7 @@ def _product_kernel(
     partial,
     arrived,
     rows,
+    wave,
     x_stride,
     out_stride,
     N: tl.constexpr,
@@ -138,10 +155,12 @@ def _product_kernel(
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows behind the last one are read as the last one: their sums are not stored
     source = tl.minimum(column, N - 1).to(tl.int64)
-    _begin(source, weight, K, first, PDL, PREFETCH, CHUNKS)
-    if GATED:
-        _begin(source + N, weight, K, first, PDL, PREFETCH, CHUNKS)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        program = share * tl.num_programs(0) + tile
+        _read_ahead(source, weight, K, first, program, wave, PDL, PREFETCH, CHUNKS)
+        if GATED:
+            _read_ahead(source + N, weight, K, first, program, wave, PDL, PREFETCH, CHUNKS)
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
@@ -190,6 +209,47 @@ def _product_kernel(
 
 
 @jit
+def _tile(step, weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Addresses of the tile of W that is number `step` of this program's stream, [BLOCK_N, BLOCK_K], and its
+    columns."""
+    per_tile: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tile = tl.program_id(0) + (step // per_tile) * tl.num_programs(0)
+    # Rows behind the last one are read as the last one: their sums are not stored
+    rows = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+    columns = (step % per_tile) * BLOCK_K + tl.arange(0, BLOCK_K)
+    return weight + rows[:, None] * K + columns[None, :], columns
+
+
+@jit
+def _load_tile(step, steps, weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """That tile; zeros behind the stream's end."""
+    address, columns = _tile(step, weight, N, K, BLOCK_N, BLOCK_K)
+    inside = step < steps
+    if K % BLOCK_K:
+        inside = (inside & (columns < K))[None, :]
+    return tl.load(address, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def _touch_tile(step, steps, weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Brings that tile into the L2 cache, a line of 128 bytes at a time."""
+    if step < steps:
+        line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        per_tile: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        tile = tl.program_id(0) + (step // per_tile) * tl.num_programs(0)
+        rows = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+        columns = tl.minimum((step % per_tile) * BLOCK_K + tl.arange(0, BLOCK_K // line) * line, K - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [weight + rows[:, None] * K + columns[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@jit
 def _vector_kernel(
     x,
     weight,
@@ -203,51 +263,76 @@ def _vector_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
-    """One program per tile of W's rows. The next tile of W is read before the present one is multiplied."""
-    tile = tl.program_id(0)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    source = tl.minimum(column, N - 1).to(tl.int64)
-    _begin(source, weight, K, 0, PDL, PREFETCH, CHUNKS)
-    if GATED:
-        _begin(source + N, weight, K, 0, PDL, PREFETCH, CHUNKS)
-    lane = tl.arange(0, BLOCK_K)
-    own = weight + source[:, None] * K + lane[None, :]
+    """Program p takes the tiles p, p + programs, ... of W's rows, each in steps of BLOCK_K columns."""
+    per_tile: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     offset: tl.constexpr = N * K
-    w = tl.load(own, mask=(lane < K)[None, :], other=0.0, eviction_policy="evict_first")
-    v = w
-    if GATED:
-        v = tl.load(own + offset, mask=(lane < K)[None, :], other=0.0, eviction_policy="evict_first")
+    steps = (tiles - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0) * per_tile
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w0 = _load_tile(0, steps, weight, N, K, BLOCK_N, BLOCK_K)
+    v0 = w0
+    if GATED:
+        v0 = _load_tile(0, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
+    w1 = _load_tile(1, steps, weight, N, K, BLOCK_N, BLOCK_K)
+    v1 = w1
+    if GATED:
+        v1 = _load_tile(1, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
+    if PDL:
+        for step in tl.static_range(2, 2 + PREFETCH):
+            _touch_tile(step, steps, weight, N, K, BLOCK_N, BLOCK_K)
+            if GATED:
+                _touch_tile(step, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
         tl.extra.cuda.gdc_wait()
+    lane = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, 1)
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        ahead = (lane < K - k - BLOCK_K)[None, :]
-        next_w = tl.load(own + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
-        next_v = next_w
+    for step in range(steps):
+        w2 = _load_tile(step + 2, steps, weight, N, K, BLOCK_N, BLOCK_K)
+        v2 = w2
         if GATED:
-            next_v = tl.load(own + offset + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
-        right = tl.load(x + k + lane, mask=lane < K - k, other=0.0).to(tl.float32)[None, :]
-        gate += w.to(tl.float32) * right
+            v2 = _load_tile(step + 2, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
+        part = step % per_tile
+        columns = part * BLOCK_K + lane
+        if K % BLOCK_K == 0:
+            right = tl.load(x + columns).to(tl.float32)[None, :]
+        else:
+            right = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
+        gate += w0.to(tl.float32) * right
         if GATED:
-            up += v.to(tl.float32) * right
-        w = next_w
-        v = next_v
-    row = tl.arange(0, 1)
-    first = tl.sum(gate, axis=1)[:, None]
-    second = first
-    if GATED:
-        second = tl.sum(up, axis=1)[:, None]
-    _finish(first, second, bias, out, row, column, 1, 0, N, GATED, BIAS)
+            up += v0.to(tl.float32) * right
+        if part == per_tile - 1:
+            column = (tl.program_id(0) + step // per_tile * tl.num_programs(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+            first = tl.sum(gate, axis=1)[:, None]
+            second = first
+            if GATED:
+                second = tl.sum(up, axis=1)[:, None]
+            _finish(first, second, bias, out, row, column, 1, 0, N, GATED, BIAS)
+            gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        w0 = w1
+        v0 = v1
+        w1 = w2
+        v1 = v2
 
 
 class _Scratch:
-    """Counters of arrived programs, zero between products, per device. Products that share them must be ordered."""
+    """Per device: its multiprocessors, and counters of arrived programs, zero between products. Products that share
+    them must be ordered."""
 
     def __init__(self) -> None:
         self.counters: dict[torch.device, torch.Tensor] = {}
+        self.processors: dict[torch.device, int] = {}
+
+    def multiprocessors(self, device: torch.device) -> int:
+        found = self.processors.get(device)
+        if found is None:
+            cuda = device.type == "cuda"
+            found = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
+            self.processors[device] = found
+        return found
 
     def arrived(self, device: torch.device, tiles: int) -> torch.Tensor:
         found = self.counters.get(device)
@@ -270,7 +355,7 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + b: [M, N] of `dtype` (x's by default).
 
-    x: [M, K], M <= 16, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
+    x: [M, K], M <= 64, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
     lie apart. Raises ValueError for shapes that do not fit.
     """
     return _launch(x, weight, bias, config, False, dtype, out)
@@ -317,13 +402,14 @@ def _launch(
         "BIAS": bias is not None,
         "PDL": config.pdl,
         "PREFETCH": config.prefetch,
-        "CHUNKS": config.chunks,
     }
+    processors = _scratch.multiprocessors(x.device)
     if config.vector:
-        _vector_kernel[(tiles,)](x, weight, bias, out, **shape, num_warps=config.warps, **options)
+        programs = min(tiles, processors * config.per_sm)
+        _vector_kernel[(programs,)](x, weight, bias, out, **shape, num_warps=config.warps, **options)
         return out
     splits = config.splits
-    padded = 8 if rows <= 8 else 16
+    padded = max(8, triton.next_power_of_2(rows))
     partial = arrived = None
     if splits > 1:
         if is_gated:
@@ -338,11 +424,13 @@ def _launch(
         partial,
         arrived,
         rows,
+        processors * _WAVE,
         x.stride(0),
         out.stride(0),
         ROWS=padded,
         SPLITS=splits,
         STAGES=config.stages,
+        CHUNKS=config.chunks,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         WIDEN=interpreted,  # the interpreter does not multiply bfloat16 matrices
         **shape,
@@ -385,7 +473,7 @@ TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType(
             (16, Config(64, 64, warps=4, stages=5, pdl=True)),
         ),
         (False, 4096, 14336): (
-            (1, Config(8, 512, warps=4, vector=True, pdl=True, prefetch=1024)),
+            (1, Config(8, 512, warps=4, vector=True, pdl=True)),
             (8, Config(16, 256, warps=1, stages=4, pdl=True)),
             (16, Config(64, 128, splits=4, warps=4, stages=4, pdl=True, prefetch=1024)),
         ),

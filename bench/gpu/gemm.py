@@ -1,11 +1,12 @@
 """Products of few rows with the weights of an 8B model: cuBLAS beside `kernels/small_gemm.py`, and their floor.
 
-    python -m bench.gpu.gemm --shape llama-3.1-8b --rows 1 8 16 64 256 --save gemm.json
+    python -m bench.gpu.gemm --shape llama-3.1-8b --rows 1 8 16 32 64 256 --save gemm.json
 
-For up to 16 rows every candidate configuration is timed, and the best few again as they stand in a step: behind a
-norm, with and without programmatic dependent launch. Last comes the table for kernels/small_gemm.py. Every candidate's
-result is compared with the float32 reference on random data first. Kernels are compiled by a pool of processes before
-anything is timed. Weights rotate through copies that exceed the L2 cache.
+Every candidate is compared with the float32 reference on random data and timed, one product after the other. The best
+few of each product then compete where they will work: in a chain of whole decode layers (norms, head step, attention
+and all four products, 8 layers of weights), in which each product's configuration is exchanged until none gets faster.
+That accounts for what overlaps with what. Last comes the table for kernels/small_gemm.py. Kernels are compiled by a
+pool of processes before anything is timed. Weights rotate through copies that exceed the L2 cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import multiprocessing.pool
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,38 +23,42 @@ from typing import Any
 
 import torch
 
-from bench.gpu.shapes import products
+from bench.gpu.shapes import SHAPES, products
 from bench.gpu.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
-from kernels import rms_norm, small_gemm, swiglu
+from kernels import qkv, rms_norm, small_gemm, swiglu
+from kernels.decode_attention import decode_attention, scratch_for
 from kernels.small_gemm import Config
 
-_FINALISTS = 3  # configurations that are timed behind a norm
+_FINALISTS = 3  # configurations of a product that compete in the chain
 _TOLERANCE = 2e-2  # ||y - reference|| / ||reference|| of a bfloat16 result
+_LAYERS = 8
+_CONTEXT = 1025  # tokens that each row of the chain attends to
+_BLOCK = 64
 
 
-def candidates(n: int, k: int, gated: bool) -> Iterator[Config]:
+def candidates(n: int, k: int, gated: bool, rows: int) -> Iterator[Config]:
     """Configurations worth a try: 12 KB to 100 KB of weights in flight per program, and enough programs."""
     for block_n, block_k, warps, stages in (
         (16, 256, 1, 4),
         (16, 256, 2, 5),
         (16, 512, 2, 4),
-        (16, 512, 4, 4),
         (32, 128, 2, 5),
         (32, 256, 2, 4),
-        (32, 256, 4, 4),
-        (32, 512, 4, 3),
         (64, 64, 4, 6),
         (64, 128, 4, 4),
         (64, 128, 4, 6),
         (64, 256, 4, 3),
         (128, 64, 4, 5),
         (128, 128, 8, 4),
+        (128, 128, 4, 3),
     ):
+        if rows > 16 and block_n < 64:
+            continue  # x would be read too often
         if gated:
-            if block_n <= 64:
+            if block_n <= 64 or rows > 16:
                 yield Config(block_n, block_k, 1, warps, max(3, stages - 1))
             continue
-        splits = [s for s in (1, 2, 4, 8) if 200 <= n // block_n * s <= 1200 or (s == 1 and n // block_n >= 200)]
+        splits = [s for s in (1, 2, 4, 8) if 120 <= n // block_n * s <= 1200 or (s == 1 and n // block_n >= 200)]
         for split in splits[:2]:
             if k // split >= 4 * block_k:
                 yield Config(block_n, block_k, split, warps, stages)
@@ -60,13 +66,27 @@ def candidates(n: int, k: int, gated: bool) -> Iterator[Config]:
 
 def vector_candidates(gated: bool) -> Iterator[Config]:
     """For one row."""
-    for block_n, block_k, warps in ((2, 1024, 2), (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (8, 512, 4), (8, 1024, 8)):
-        yield Config(block_n, block_k // (2 if gated else 1), 1, warps, vector=True)
+    for block_n, block_k, warps, per_sm in (
+        (4, 2048, 8, 2),
+        (8, 1024, 8, 2),
+        (16, 512, 8, 2),
+        (32, 256, 8, 2),
+        (2, 2048, 4, 4),
+        (4, 1024, 4, 4),
+        (8, 512, 4, 4),
+        (16, 256, 4, 4),
+        (4, 512, 2, 8),
+    ):
+        yield Config(block_n // 2 if gated else block_n, block_k, 1, warps, vector=True, per_sm=per_sm)
 
 
 def with_pdl(config: Config, k: int) -> Iterator[Config]:
-    """The same with programmatic dependent launch, and two depths of prefetch."""
+    """The same with programmatic dependent launch, and two depths of reading ahead."""
     yield dataclasses.replace(config, pdl=True)
+    if config.vector:
+        for tiles in (2, 5):
+            yield dataclasses.replace(config, pdl=True, prefetch=tiles)
+        return
     share = k * 2 // config.splits
     unit = 16 * config.chunks
     for wanted in (1024, 4096):
@@ -87,7 +107,10 @@ def run_cublas(gated: bool, x: torch.Tensor, weight: torch.Tensor, exact: bool) 
     return swiglu.swiglu(y) if gated else y
 
 
-def _compile(job: tuple[Config, bool, int, int, int, bool]) -> str:
+Job = tuple[Config, bool, int, int, int, bool]  # with rows of x, N, K, and whether the result is float32
+
+
+def _compile(job: Job) -> str:
     """Compiles one configuration in a process of the pool, by one launch on little memory."""
     config, gated, rows, n, k, exact = job
     try:
@@ -136,116 +159,194 @@ class Product:
 
         return seconds_per_call(run, self.calls)
 
-    def behind_norm(self, config: Config | None, rows: int) -> float:
-        """Seconds of a product and the norm before it, as they stand in a layer."""
-        residual = torch.randn(rows, self.k, device="cuda")
-        delta = torch.zeros(rows, self.k, device="cuda", dtype=torch.bfloat16)
-        scale = torch.ones(self.k, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(delta)
 
+class Chain:
+    """Whole decode layers of a shape, with a configuration per product; None is cuBLAS."""
+
+    def __init__(self, shape: str, rows: int) -> None:
+        facts = SHAPES[shape]
+        self.heads, self.kv_heads = facts["num_attention_heads"], facts["num_key_value_heads"]
+        self.dim, hidden = facts["head_dim"], facts["hidden_size"]
+        self.parts = {name: part for name, part in products(shape).items() if name != "head"}
+        generator = torch.Generator("cuda").manual_seed(3)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, device="cuda", generator=generator, dtype=torch.bfloat16)
+
+        self.weights = [
+            {name: random(n, k).mul_(k**-0.5) for name, (n, k, _) in self.parts.items()} for _ in range(_LAYERS)
+        ]
+        per_row = -(-_CONTEXT // _BLOCK)
+        blocks = 1 + rows * per_row
+        self.pools = [random(blocks, 2, self.kv_heads, _BLOCK, self.dim) for _ in range(_LAYERS)]
+        self.tables = 1 + torch.arange(rows * per_row, device="cuda", dtype=torch.int32).view(rows, per_row)
+        self.kv_lens = torch.full((rows,), _CONTEXT, device="cuda", dtype=torch.int32)
+        self.slots = self.tables[:, -1].long() * _BLOCK + (_CONTEXT - 1) % _BLOCK
+        self.residual = torch.randn(rows, hidden, device="cuda")
+        self.delta = random(rows, hidden)
+        self.scale = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+        self.cos, self.sin = (torch.rand(rows, self.dim // 2, device="cuda") for _ in range(2))
+        self.scratch = scratch_for(rows, self.heads, self.kv_heads, self.dim, torch.device("cuda"))
+        self.rows = rows
+
+    def product(self, name: str, configs: dict[str, Config | None], layer: int, x: torch.Tensor) -> torch.Tensor:
+        config, gated, weight = configs[name], self.parts[name][2], self.weights[layer][name]
+        if config is None:
+            return run_cublas(gated, x, weight, False)
+        return run_small(config, gated, x, weight, False)
+
+    def layer(self, configs: dict[str, Config | None], layer: int, delta: torch.Tensor) -> torch.Tensor:
+        x = rms_norm.add_rms_norm(self.residual, delta, self.scale, 1e-5)
+        heads = self.product("qkv", configs, layer, x).view(self.rows, -1, self.dim)
+        q = qkv.split_norm_rotate_write(heads, None, None, 0.0, self.cos, self.sin, self.slots, self.pools[layer])
+        out = torch.empty_like(q)
+        decode_attention(q, self.pools[layer], self.tables, self.kv_lens, 0, out=out, scratch=self.scratch)
+        delta = self.product("o", configs, layer, out.view(self.rows, -1))
+        x = rms_norm.add_rms_norm(self.residual, delta, self.scale, 1e-5)
+        return self.product("down", configs, layer, self.product("gate_up", configs, layer, x))
+
+    def seconds_per_layer(self, configs: dict[str, Config | None]) -> float:
         def run(i: int) -> None:
-            rms_norm.add_rms_norm(residual, delta, scale, 1e-5, out)
-            weight = self.weights[i % len(self.weights)]
-            if config is None:
-                run_cublas(self.gated, out, weight, self.exact)
-            else:
-                run_small(config, self.gated, out, weight, self.exact)
+            delta = self.delta
+            for layer in range(_LAYERS):
+                delta = self.layer(configs, layer, delta)
 
-        return seconds_per_call(run, self.calls)
+        return seconds_per_call(run, 2) / _LAYERS
+
+
+def compete(chain: Chain, finalists: dict[str, list[Config | None]]) -> tuple[dict[str, Config | None], float]:
+    """Exchanges one product's configuration after the other for a faster one, twice around."""
+    best: dict[str, Config | None] = {name: options[0] for name, options in finalists.items()}
+    fastest = chain.seconds_per_layer(best)
+    for _ in range(2):
+        for name, options in finalists.items():
+            for option in options:
+                trial = best | {name: option}
+                seconds = chain.seconds_per_layer(trial)
+                if seconds < fastest * 0.999:
+                    best, fastest = trial, seconds
+    return best, fastest
 
 
 def measure(product: Product, rows: int, bandwidth: float) -> dict[str, Any]:
+    """Microseconds of cuBLAS and of every candidate, fastest first."""
     x = product.input(rows)
-    floor = product.bytes / bandwidth
     result: dict[str, Any] = {
         "product": product.name,
         "rows": rows,
-        "floor_us": floor * 1e6,
+        "floor_us": product.bytes / bandwidth * 1e6,
         "cublas_us": product.alone(None, x) * 1e6,
-        "cublas_behind_norm_us": product.behind_norm(None, rows) * 1e6,
+        "small": [],
     }
     if rows > small_gemm.MOST_ROWS:
         return result
     tried = []
     for config in [
-        *candidates(product.n, product.k, product.gated),
+        *candidates(product.n, product.k, product.gated, rows),
         *(vector_candidates(product.gated) if rows == 1 else ()),
     ]:
         try:
             if product.error(config, x) > _TOLERANCE:
                 print(f"WRONG RESULT {product.name} {rows} {config}", flush=True)
                 continue
-            tried.append((product.alone(config, x), config))
+            tried.append((product.alone(config, x) * 1e6, config))
         except Exception as error:  # e.g. more shared memory than there is
             print(f"skipped {product.name} {config}: {str(error)[:100]}", flush=True)
-    tried.sort(key=lambda pair: pair[0])
-    result["small"] = [(seconds * 1e6, str(config)) for seconds, config in tried]
-    finals = []
-    for _, config in tried[:_FINALISTS]:
-        for variant in (config, *with_pdl(config, product.k)):
-            if product.error(variant, x) > _TOLERANCE:
-                print(f"WRONG RESULT {product.name} {rows} {variant}", flush=True)
-                continue
-            finals.append((product.behind_norm(variant, rows), variant))
-    finals.sort(key=lambda pair: pair[0])
-    result["behind_norm"] = [(seconds * 1e6, str(config)) for seconds, config in finals]
-    result["best"] = dataclasses.asdict(finals[0][1]) if finals else None
-    result["best_us"] = finals[0][0] * 1e6 if finals else None
+    result["small"] = sorted(tried, key=lambda pair: pair[0])
     return result
 
 
-def compile_all(shape: str, rows: list[int], workers: int) -> None:
-    jobs = []
+def finalists_of(found: dict[str, Any], k: int) -> list[Config | None]:
+    options: list[Config | None] = [None]
+    for _, config in found["small"][:_FINALISTS]:
+        options += [config, *with_pdl(config, k)]
+    return options
+
+
+def compile_all(pool: multiprocessing.pool.Pool, jobs: list[Job]) -> None:
+    failed = [line for line in pool.imap_unordered(_compile, jobs, chunksize=2) if line]
+    print(f"compiled {len(jobs)} configurations, {len(failed)} do not run here", *failed[:5], sep="\n", flush=True)
+
+
+def first_jobs(shape: str, rows: list[int]) -> list[Job]:
+    jobs: list[Job] = []
     for name, (n, k, gated) in products(shape).items():
-        for padded in sorted({8 if count <= 8 else 16 for count in rows if count <= small_gemm.MOST_ROWS}):
-            jobs += [(config, gated, padded, n, k, name == "head") for config in candidates(n, k, gated)]
+        for count in sorted({max(8, 1 << (count - 1).bit_length()) for count in rows}):
+            jobs += [(config, gated, count, n, k, name == "head") for config in candidates(n, k, gated, count)]
         if 1 in rows:
             jobs += [(config, gated, 1, n, k, name == "head") for config in vector_candidates(gated)]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        failed = [line for line in pool.imap_unordered(_compile, jobs, chunksize=4) if line]
-    print(f"compiled {len(jobs)} configurations, {len(failed)} do not run here", *failed[:5], sep="\n", flush=True)
+    return jobs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 256])
-    parser.add_argument("--products", nargs="+", default=None)
-    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 256])
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--save", type=Path, help="JSON file of all timings")
     arguments = parser.parse_args()
-    if any(count <= small_gemm.MOST_ROWS for count in arguments.rows):
-        compile_all(arguments.shape, arguments.rows, arguments.workers)
+    few = [count for count in arguments.rows if count <= small_gemm.MOST_ROWS]
+    pool = multiprocessing.get_context("spawn").Pool(arguments.workers)
+    compile_all(pool, first_jobs(arguments.shape, few))
     bandwidth = read_bandwidth()
+    torch.cuda.empty_cache()
     print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s", flush=True)
-    results = []
-    for name, (n, k, gated) in products(arguments.shape).items():
-        if arguments.products and name not in arguments.products:
-            continue
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    parts = products(arguments.shape)
+    for name, (n, k, gated) in parts.items():
         product = Product(name, n, k, gated)
         for rows in arguments.rows:
-            found = measure(product, rows, bandwidth)
-            results.append(found | {"n": n, "k": k, "gated": gated})
-            alone = found.get("small") or [(float("nan"), "")]
-            behind = found.get("behind_norm") or [(float("nan"), "")]
+            entry = found[name, rows] = measure(product, rows, bandwidth)
+            best = entry["small"][0] if entry["small"] else (float("nan"), "")
             print(
-                f"{name:8} {rows:4} rows  floor {found['floor_us']:7.1f}  cuBLAS {found['cublas_us']:7.1f}",
-                f"(norm+ {found['cublas_behind_norm_us']:7.1f})  small {alone[0][0]:7.1f}",
-                f"(norm+ {behind[0][0]:7.1f}) us  {behind[0][1]}",
+                f"{name:8} {rows:4} rows  floor {entry['floor_us']:7.1f}  cuBLAS {entry['cublas_us']:7.1f}",
+                f" small {best[0]:7.1f} us  {best[1]}",
                 flush=True,
             )
         del product
         torch.cuda.empty_cache()
+    finalists = {
+        (name, rows): finalists_of(found[name, rows], k)
+        for name, (_, k, _) in parts.items()
+        for rows in few
+        if name != "head"
+    }
+    compile_all(
+        pool,
+        [
+            (config, parts[name][2], rows, parts[name][0], parts[name][1], False)
+            for (name, rows), options in finalists.items()
+            for config in options
+            if config is not None
+        ],
+    )
+    pool.terminate()
+    chosen: dict[int, dict[str, Config | None]] = {}
+    chains: list[dict[str, Any]] = []
+    for rows in few:
+        chain = Chain(arguments.shape, rows)
+        names = [name for name in parts if name != "head"]
+        best, seconds = compete(chain, {name: finalists[name, rows] for name in names})
+        plain = chain.seconds_per_layer(dict.fromkeys(names))
+        head = found["head", rows]
+        best["head"] = head["small"][0][1] if head["small"][0][0] < head["cublas_us"] else None
+        if best["head"] is not None:
+            best["head"] = dataclasses.replace(best["head"], pdl=True)
+        chosen[rows] = best
+        print(f"layer of {rows} rows: cuBLAS {plain * 1e6:.1f} us, chosen {seconds * 1e6:.1f} us", flush=True)
+        chains.append({"rows": rows, "cublas_us": plain * 1e6, "chosen_us": seconds * 1e6})
+        del chain
+        torch.cuda.empty_cache()
     if arguments.save:
-        arguments.save.write_text(json.dumps({"bandwidth": bandwidth, "results": results}, indent=1))
-    print("TABLE entries (where the small kernel won behind a norm):")
-    for name, (n, k, gated) in products(arguments.shape).items():
-        entries = []
-        for found in results:
-            if found["product"] == name and found.get("best") and found["best_us"] < found["cublas_behind_norm_us"]:
-                entries.append(f"({found['rows']}, Config(**{found['best']!r}))")
-        if entries:
-            print(f"    ({gated}, {n}, {k}): ({', '.join(entries)},),  # {name}")
+        arguments.save.write_text(
+            json.dumps(
+                {"bandwidth": bandwidth, "products": list(found.values()), "layers": chains}, indent=1, default=str
+            )
+        )
+    print("TABLE entries; None is cuBLAS:")
+    for name, (n, k, gated) in parts.items():
+        entries = ", ".join(f"({rows}, {chosen[rows][name]})" for rows in few)
+        print(f"    ({gated}, {n}, {k}): ({entries},),  # {name}")
 
 
 if __name__ == "__main__":
