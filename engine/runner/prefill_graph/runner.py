@@ -118,7 +118,6 @@ class PrefillGraphRunner:
         self._progress = progress
         self._recorder = recorder
         self._device = logits.device
-        self._refreshes = forward.backend.refreshes
         self._hidden = torch.empty(0)  # float32 [largest bucket, hidden]
         self._buckets: dict[int, _Bucket] = {}
         self._copies: _Copies | None = None
@@ -203,7 +202,8 @@ class PrefillGraphRunner:
     def capture(self, session: CaptureSession) -> None:
         """Captures the buckets, the largest first, each after two runs and before a test of its replay.
 
-        Raises RuntimeError when a replay gives other numbers than the run before it.
+        Fault point `prefill_graph.capture`, with the bucket and phase=before, during. Raises RuntimeError when a replay
+        gives other numbers than the run before it.
         """
         recorder = self._recorder or recorder_for(self._device)
         for done, size in enumerate(reversed(self._sizes), 1):
@@ -236,11 +236,16 @@ class PrefillGraphRunner:
         def run() -> None:
             self._run(bucket)
 
+        def run_recorded() -> None:
+            run()
+            fault("prefill_graph.capture", phase="during", bucket=size)
+
+        fault("prefill_graph.capture", phase="before", bucket=size)
         for _ in range(WARM_UPS):
             recorder.warm_up(run)
         expected = [logits.clone(), self._hidden[:size].clone()]
         session.begin_capture()
-        bucket.recording, _ = recorder.record(run, f"prefill_{size}")
+        bucket.recording, _ = recorder.record(run_recorded, f"prefill_{size}")
         for found in (logits, self._hidden[:size]):
             found.fill_(torch.nan)
         bucket.recording.replay()
@@ -284,8 +289,6 @@ class PrefillGraphRunner:
         self._prepared = None
         found = self._bucket(bucket)
         self._stage(found, batch.rows, {self._tag: [row.block_table for row in batch.rows]})
-        if self._refreshes:
-            self.forward.backend.refresh(found.plan, found.rows)
         tokens = sum(len(row.token_ids) for row in batch.rows)
         self._output = ReplayOutput(self.logits[: len(batch.rows)], self._hidden[:tokens])
         self._prepared = found

@@ -6,6 +6,7 @@ import select
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.core import Wakeup
@@ -31,7 +32,7 @@ LIMIT_S = 30.0
 class RealEngine:
     """One core. `step` is a turn of its loop; outputs gather by key."""
 
-    def __init__(self, role: str = "decode", model: str = "llama", **options: object) -> None:
+    def __init__(self, role: str = "decode", model: str | Path = "llama", **options: object) -> None:
         settings = {
             "dtype": "float32",
             "num_kv_blocks": 64,
@@ -42,7 +43,8 @@ class RealEngine:
             "kv_lease_seconds": 5.0,
             **options,
         }
-        self.config = EngineConfig(role=role, model=str(tiny_model(model)), **settings)  # type: ignore[arg-type]
+        folder = model if isinstance(model, Path) else tiny_model(model)
+        self.config = EngineConfig(role=role, model=str(folder), **settings)  # type: ignore[arg-type]
         self.wakeup = Wakeup()
         self.core, self.ready = start_core(self.config, self.wakeup)
         self.outputs: dict[str, list[RequestOutput]] = {}
