@@ -24,9 +24,10 @@ import torch
 
 from kernels.jit import jit, pdl_options, tl, triton
 
-# One row's parameters, ROW_WORDS int64 words on the device: WHAT, temperature (float64), top-k (the vocabulary where
-# there is no limit), top-p (float64), least weight of min-p, seed, token index. See kernels.draw for their meaning.
+# One row's parameters, ROW_WORDS int64 words on the device: WHAT, temperature (float64), top-k (NO_TOP_K where it does
+# not limit), top-p (float64), least weight of min-p, seed, token index. See kernels.draw for their meaning.
 ROW_WORDS = 7
+NO_TOP_K = 1 << 40
 DRAWN, SELECTS, ADJUSTED = 1, 2, 4  # bits of the word WHAT: not greedy; has top-k or top-p; named in `entries`
 LOGPROBS_SHIFT = 8  # WHAT >> 8: 0, or one more than the number of most likely tokens to report
 

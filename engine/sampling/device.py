@@ -35,7 +35,7 @@ from engine.sampling.row import SampledToken, SamplingRow
 from kernels import draw as draw_kernels
 from kernels import logprobs as logprob_kernels
 from kernels import sampling as sampling_kernels
-from kernels.sampling import ADJUSTED, DRAWN, ENTRY_WORDS, LOGPROBS_SHIFT, ROW_WORDS, SELECTS
+from kernels.sampling import ADJUSTED, DRAWN, ENTRY_WORDS, LOGPROBS_SHIFT, NO_TOP_K, ROW_WORDS, SELECTS
 
 _GENERATIONS = 2  # steps whose results may be on their way at once
 _FIRST_ENTRIES = 4096
@@ -145,10 +145,10 @@ class DeviceSampler:
 
     def _learn(self, params: SamplingParams) -> _Known:
         greedy = params.temperature <= 0.0
-        top_k = min(params.top_k, self._vocab) if params.top_k > 0 else self._vocab
+        limited = 0 < params.top_k < self._vocab
         what = 0
         if not greedy:
-            what |= DRAWN | (SELECTS if top_k < self._vocab or params.top_p < 1.0 else 0)
+            what |= DRAWN | (SELECTS if limited or params.top_p < 1.0 else 0)
         if params.logprobs >= 0:
             what |= (min(params.logprobs, self._vocab) + 1) << LOGPROBS_SHIFT
         doubles = np.array([np.float32(params.temperature), params.top_p], dtype=np.float64).view(np.int64).tolist()
@@ -156,7 +156,7 @@ class DeviceSampler:
         words = (
             what,
             doubles[0],
-            top_k,
+            params.top_k if limited else NO_TOP_K,
             doubles[1],
             math.ceil(params.min_p * self._one),
             seed - (1 << 64) if seed >> 63 else seed,
@@ -348,9 +348,7 @@ def _result(token: int, flag: int) -> SampledToken:
     return SampledToken(None, failure=every_token_masked() if masked else logits_not_finite())
 
 
-def _add_logprobs(
-    found: _Words, rows: Sequence[SamplingRow], results: Sequence[SampledToken], vocab: int
-) -> None:
+def _add_logprobs(found: _Words, rows: Sequence[SamplingRow], results: Sequence[SampledToken], vocab: int) -> None:
     asking = [i for i, row in enumerate(rows) if row.params.logprobs >= 0 and results[i].token_id is not None]
     if not asking:
         return

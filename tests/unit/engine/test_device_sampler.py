@@ -1,0 +1,215 @@
+"""The device's sampler in Triton's interpreter: the host sampler's answers, and its own contract."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from engine.messages import SamplingParams
+from engine.sampling import SamplingRow, sample
+from engine.sampling.device import DeviceSampler
+from engine.sampling.device_entries import EntryBuilder
+from engine.sampling.processors import apply_processors
+from kernels import jit
+from kernels.sampling import ENTRY_WORDS, scratch_for
+from rpc.errors import ErrorCode
+from tests.unit.engine.sampling_rows import assert_same, random_logits, random_row
+
+CPU = torch.device("cpu")
+
+pytestmark = [
+    pytest.mark.skipif(not jit.available("cpu"), reason="needs Triton in its interpreter (TRITON_INTERPRET=1)"),
+    pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning"),  # rows with NaN, on purpose
+]
+
+
+def new_sampler(vocab: int, candidates: int = 16, max_rows: int = 8) -> DeviceSampler:
+    scratch = scratch_for(max_rows, vocab, CPU, blocks=(64, 64), candidates=candidates)
+    return DeviceSampler(max_rows, vocab, CPU, scratch=scratch)
+
+
+def row_of(index: int = 0, **params) -> SamplingRow:
+    return SamplingRow(SamplingParams(max_tokens=100, **params), index, [1, 2], [], [0])
+
+
+def step(sampler: DeviceSampler, logits: torch.Tensor, rows: list[SamplingRow]):
+    """One step as the runner makes it."""
+    if sampler.stage(rows):
+        sampler.greedy(logits)
+    else:
+        sampler.run(logits)
+    return sampler.collect(sampler.send(len(rows)))
+
+
+def compare_random_steps(seed: int, steps: int, dtype: torch.dtype = torch.float32) -> None:
+    choice = random.Random(seed)
+    for _ in range(steps):
+        vocab = choice.choice([3, 60, 130])
+        sampler = new_sampler(vocab, choice.choice([4, 16]))
+        rows = [random_row(choice, vocab, choice.choice([5, vocab + 3])) for _ in range(6)]
+        logits = random_logits(choice, 6, vocab).to(dtype)
+        before = logits.clone()
+        assert_same(step(sampler, logits, rows), sample(before, rows), rows)
+        assert torch.equal(logits.nan_to_num(7.5), before.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_random_rows_get_the_answers_of_the_host_sampler(seed: int) -> None:
+    compare_random_steps(seed, 1)
+
+
+def test_random_rows_of_narrow_logits_get_the_answers_of_the_host_sampler() -> None:
+    compare_random_steps(21, 1, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_many_random_rows_get_the_answers_of_the_host_sampler() -> None:
+    compare_random_steps(31, 20)
+
+
+def test_a_row_gets_the_same_token_alone_and_in_a_batch() -> None:
+    choice = random.Random(5)
+    vocab = 130
+    rows = [random_row(choice, vocab) for _ in range(4)]
+    logits = random_logits(choice, 4, vocab)
+    together = step(new_sampler(vocab), logits, rows)
+    for i in (1, 3):
+        assert_same(step(new_sampler(vocab), logits[i : i + 1], [rows[i]]), [together[i]], [rows[i]])
+
+
+def test_entries_of_random_rows_change_logits_as_the_host_does() -> None:
+    choice, vocab = random.Random(8), 200
+    builder = EntryBuilder(vocab)
+    for _ in range(30):
+        rows = [random_row(choice, vocab) for _ in range(8)]
+        logits = random_logits(choice, 8, vocab).nan_to_num(0.0).numpy()
+        adjusted = [(i, row) for i, row in enumerate(rows) if row.changes_logits]
+        if not adjusted:
+            continue
+        entries = builder.build(adjusted)
+        places = entries.rows * vocab + entries.tokens
+        assert len(np.unique(places)) == len(entries)
+        x = logits.reshape(-1)[places]
+        x = np.where(np.isneginf(entries.biases), entries.biases, x + entries.biases)
+        x = np.where(x > 0, x / entries.penalties, x * entries.penalties) - entries.subtrahends
+        wanted = logits.copy()
+        apply_processors(wanted, rows)
+        logits.reshape(-1)[places] = x
+        assert np.array_equal(logits, wanted)
+        words = np.zeros(len(entries) * ENTRY_WORDS + 1, dtype=np.int64)
+        assert entries.write(words) == len(entries) * ENTRY_WORDS
+        assert words[-1] == 0
+
+
+def test_rows_that_outgrow_the_first_entries_get_more_room() -> None:
+    vocab = 70
+    sampler = new_sampler(vocab)
+    sampler._make_room(4)
+    rows = [row_of(logit_bias={t: 100.0 for t in range(30, 40)}), row_of(), row_of(repetition_penalty=2.0)]
+    logits = random_logits(random.Random(1), 3, vocab).nan_to_num(0.0, 0.0, 0.0)
+    assert_same(step(sampler, logits, rows), sample(logits, rows), rows)
+    assert sampler._entry_room >= 12
+
+
+# -- contract ----------------------------------------------------------------------------------------------------
+
+
+def test_stage_when_rows_only_want_the_likeliest_token_is_plain() -> None:
+    sampler = new_sampler(10)
+    plain = row_of(temperature=0.0)
+    waiting = row_of(temperature=0.0, min_tokens=3)
+    done_waiting = row_of(3, temperature=0.0, min_tokens=3)
+    assert sampler.stage([]) is True
+    assert sampler.stage([plain, done_waiting]) is True
+    for other in (waiting, row_of(), row_of(temperature=0.0, logprobs=0), row_of(temperature=0.0, logit_bias={1: 2.0})):
+        assert sampler.stage([plain, other]) is False
+
+
+def test_a_row_turns_plain_when_its_tokens_are_enough() -> None:
+    logits = torch.tensor([[9.0, 1.0, 5.0]])
+    sampler = new_sampler(3)
+    row = row_of(temperature=0.0, min_tokens=1)  # token 0 ends the sequence
+    assert [t.token_id for t in step(sampler, logits, [row])] == [2]
+    row.token_index = 1
+    assert [t.token_id for t in step(sampler, logits, [row])] == [0]
+
+
+def test_run_after_greedy_gives_the_same_as_run_alone() -> None:
+    vocab = 70
+    rows = [row_of(i, seed=i, top_k=5, logprobs=2) for i in range(2)]
+    logits = random_logits(random.Random(2), 2, vocab).nan_to_num(0.0)
+    sampler = new_sampler(vocab)
+    sampler.greedy(logits)
+    sampler.stage(rows)
+    sampler.run(logits, after_greedy=True)
+    assert_same(sampler.collect(sampler.send(2)), sample(logits, rows), rows)
+
+
+def test_failures_name_what_the_host_sampler_names() -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = torch.nan
+    rows = [row_of(temperature=0.0, min_tokens=5, stop_token_ids=(1, 2, 3)), row_of(), row_of(temperature=0.0)]
+    results = step(new_sampler(4), logits, rows)
+    assert [r.failure and r.failure.code for r in results] == [
+        ErrorCode.INVALID_PARAMS,
+        ErrorCode.EXECUTION_EXCEPTION,
+        None,
+    ]
+    assert_same(results, sample(logits, rows), rows)
+
+
+def test_results_of_two_steps_may_be_on_their_way_and_older_ones_are_refused() -> None:
+    sampler = new_sampler(5)
+    rows = [row_of(temperature=0.0)]
+    pending = []
+    for token in (3, 1, 4):
+        sampler.stage(rows)
+        sampler.greedy(torch.nn.functional.one_hot(torch.tensor([token]), 5).float())
+        pending.append(sampler.send(1))
+    assert [t.token_id for t in sampler.collect(pending[1])] == [1]
+    assert [t.token_id for t in sampler.collect()] == [4]
+    with pytest.raises(RuntimeError, match="overwritten"):
+        sampler.collect(pending[0])
+
+
+def test_misuse_is_refused_by_name() -> None:
+    sampler = new_sampler(5, max_rows=2)
+    with pytest.raises(ValueError, match="max_rows"):
+        sampler.stage([row_of()] * 3)
+    sampler.stage([row_of()])
+    with pytest.raises(ValueError, match="1 rows were staged"):
+        sampler.run(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="1 were staged"):
+        sampler.send(2)
+
+
+def test_staging_on_another_thread_is_refused_and_collecting_is_not() -> None:
+    sampler = new_sampler(5)
+    rows = [row_of(temperature=0.0)]
+    step(sampler, torch.zeros(1, 5), rows)
+    seen: list[object] = []
+
+    def elsewhere() -> None:
+        seen.append(sampler.collect())
+        try:
+            sampler.stage(rows)
+        except RuntimeError as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(timeout=30)
+    assert len(seen) == 2
+    assert "belongs to the thread" in str(seen[1])
+
+
+def test_warm_up_leaves_a_sampler_that_answers_right() -> None:
+    sampler = new_sampler(20, max_rows=2)
+    sampler.warm_up()
+    logits = torch.arange(40.0).reshape(2, 20)
+    rows = [row_of(temperature=0.0), row_of(top_k=1)]
+    assert [t.token_id for t in step(sampler, logits, rows)] == [19, 19]
