@@ -1,0 +1,453 @@
+"""The engine's runner on a GPU: tokens of transformers, graphs beside eager steps, no waiting, start-up."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.shapes import write_folder
+from engine.loader.checkpoint import DummyCheckpoint
+from engine.messages import SamplingParams
+from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.decode_status import DecodeGraphStatus
+from engine.runner.model_runner import FULL_GROUP, ModelRunner
+from engine.sampling import SamplingRow
+from rpc.errors import ErrorCode
+from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
+from tests.unit.engine.tiny_models import EOS_TOKEN_ID, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BLOCK = 16
+BACKENDS = ["triton", "flashinfer"]
+_CUBLAS = ("gemm", "gemv", "splitk", "cutlass", "nvjet", "cublas", "memset")
+
+
+def new_runner(folder: Path, dtype: str, backend: str = "triton", blocks: int = 128, **options: Any) -> ModelRunner:
+    options = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256} | options
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+        options |= {"block_size": 64}
+    runner = ModelRunner(
+        folder,
+        dtype,
+        options.pop("block_size", BLOCK),
+        options.pop("max_model_len"),
+        options.pop("load_format", "auto"),
+        backend,
+        "cuda",
+        options.pop("max_num_seqs"),
+        options.pop("max_num_batched_tokens"),
+    )
+    runner.init_kv(blocks)
+    return runner
+
+
+@functools.cache
+def reference_model(name: str) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model(name), dtype=torch.float32).cuda().eval()
+
+
+def reference_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    found = model.generate(
+        torch.tensor([prompt], device="cuda"),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device="cuda"),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=EOS_TOKEN_ID,
+    )
+    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@functools.cache
+def graph_runner(backend: str = "triton") -> ModelRunner:
+    """A tiny bfloat16 model with decode graphs; heads of 64, as every backend takes."""
+    runner = new_runner(small_folder(), "bfloat16", backend, load_format="dummy")
+    captured = runner.capture_decode_graphs((1, 4, 8, 16))
+    assert captured is not None
+    assert captured.count == 4
+    assert captured.memory_bytes > 0
+    return runner
+
+
+@functools.cache
+def small_folder(**changes: Any) -> Path:
+    import tempfile
+
+    parent = Path(tempfile.mkdtemp(prefix="baton-gpu-tests-"))
+    facts = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    return write_folder("llama-1b", parent, **(facts | changes))
+
+
+def pools(runner: ModelRunner) -> list[torch.Tensor]:
+    return runner.kv_layers[FULL_GROUP]
+
+
+def fill(runner: ModelRunner, seed: int = 0) -> None:
+    """Random KV everywhere."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with torch.inference_mode():
+        for pool in pools(runner):
+            pool.normal_(generator=generator)
+
+
+def decode_batch(runner: ModelRunner, rows: int, start: int = 40, seed: int = 0) -> StepBatch:
+    per_row = 512 // runner.block_size
+    order = (1 + torch.randperm(127, generator=torch.Generator().manual_seed(seed))).tolist()
+    tables = [[order[(row * 7 + i) % 127] for i in range(per_row)] for row in range(rows)]
+    return StepBatch([sampled(str(r), [r * 31 % 4096], start + 13 * r % 100, tables[r]) for r in range(rows)])
+
+
+# -- tokens of transformers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3", "llama-bias"])
+def test_greedy_tokens_when_float32_then_equal_transformers(name: str, graphs: bool) -> None:
+    runner = new_runner(tiny_model(name), "float32")
+    if graphs:
+        assert runner.capture_decode_graphs((1, 4, 8)) is not None
+    prompts = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 50)]
+    found = generate(runner, prompts, count=12, chunk=20)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == reference_tokens(reference_model(name), prompt, 12)
+
+
+@pytest.fixture(scope="module")
+def billion(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A random model of 1B size: its folder, and the model in transformers with the same weights, float32."""
+    import transformers
+
+    folder = write_folder("llama-1b", tmp_path_factory.mktemp("models"), max_position_embeddings=512)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model.to_empty(device="cuda").eval()
+    source = DummyCheckpoint()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            source.read_into(name, parameter)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).cuda()
+        model.tie_weights()
+    return folder, model
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_tokens_when_a_billion_random_weights_then_equal_transformers(
+    billion: tuple[Path, Any], graphs: bool
+) -> None:
+    folder, model = billion
+    runner = new_runner(folder, "float32", load_format="dummy", blocks=64)
+    if graphs:
+        assert runner.capture_decode_graphs((1, 4)) is not None
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(3, 128000, (length,), generator=generator).tolist() for length in (7, 40, 90)]
+    found = generate(runner, prompts, count=10, chunk=64)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == reference_tokens(model, prompt, 10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_when_bfloat16_then_are_near_the_float32_models(billion: tuple[Path, Any], backend: str) -> None:
+    folder, model = billion
+    runner = new_runner(folder, "bfloat16", backend, load_format="dummy", blocks=32)
+    prompt = torch.randint(3, 128000, (70,), generator=torch.Generator().manual_seed(5)).tolist()
+    assert runner.device_steps is not None
+    row = runner.execute(StepBatch([sampled("r", prompt, 0, list(range(1, 9)))])).rows[0]
+    assert row.failure is None
+    found = runner.device_steps.logits[0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt], device="cuda")).logits[0, -1]
+    error = (found - expected).norm() / expected.norm()
+    assert error < 0.05, error  # float32 accumulators and residual stream, bfloat16 weights and activations
+
+
+# -- graphs beside eager steps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16])
+def test_replay_when_compared_with_an_eager_run_of_the_padded_batch_then_is_bitwise_equal(
+    backend: str, rows: int
+) -> None:
+    runner = graph_runner(backend)
+    steps = runner.device_steps
+    assert steps is not None
+    graphs = steps.decode_graphs
+    assert graphs is not None
+    batch = decode_batch(runner, rows, seed=rows)
+    fill(runner, rows)
+    result = runner.execute(batch)
+    size = result.decode_graph_rows
+    assert result.decode_status == DecodeGraphStatus.REPLAYED
+    replayed, written = steps.logits[:size].clone(), [pool.clone() for pool in pools(runner)]
+    fill(runner, rows)
+    with torch.inference_mode():
+        inputs = graphs.stage(batch, size)
+        graphs.refresh(inputs, size)
+        graphs.run_eager(size, graphs.plan_of(size))
+    assert torch.equal(steps.logits[:size], replayed)
+    for pool, expected in zip(pools(runner), written, strict=True):
+        assert torch.equal(pool, expected)
+    fill(runner, rows)
+    eager = new_runner_without_graphs(backend)
+    for pool, source in zip(pools(eager), pools(runner), strict=True):
+        pool.copy_(source)
+    unpadded = eager.execute(batch)
+    assert eager.device_steps is not None
+    torch.testing.assert_close(eager.device_steps.logits[:rows], replayed[:rows], rtol=0.02, atol=0.05)
+    assert unpadded.decode_status == DecodeGraphStatus.NOT_REQUESTED
+
+
+@functools.cache
+def new_runner_without_graphs(backend: str) -> ModelRunner:
+    return new_runner(small_folder(), "bfloat16", backend, load_format="dummy")
+
+
+def test_replay_when_the_batch_is_padded_then_blocks_of_others_stay() -> None:
+    runner = graph_runner()
+    for rows in (1, 2, 5, 7, 9, 15):
+        batch = StepBatch([sampled(str(r), [r], 20, [1 + 2 * r, 2 + 2 * r]) for r in range(rows)])
+        others = torch.ones(128, dtype=torch.bool, device="cuda")
+        others[1 : 1 + 2 * rows] = False
+        with torch.inference_mode():
+            for pool in pools(runner):
+                pool.fill_(7.5)
+        assert runner.execute(batch).decode_status == DecodeGraphStatus.REPLAYED
+        for pool in pools(runner):
+            assert bool((pool[others] == 7.5).all())
+
+
+def test_replay_when_lengths_tables_and_weights_change_then_they_take_effect_at_the_same_addresses() -> None:
+    runner, eager = graph_runner(), new_runner_without_graphs("triton")
+    steps = runner.device_steps
+    assert steps is not None
+    assert eager.device_steps is not None
+    buffers = steps.inputs.buffers
+    tensors = [getattr(buffers, name) for name in buffers.__dataclass_fields__] + [steps.logits, steps.sampler.tokens]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for turn in range(10):
+        batch = decode_batch(runner, 1 + turn * 5 % 8, start=1 + 37 * turn, seed=turn)
+        for each in (runner, eager):
+            fill(each, turn)
+            result = each.execute(batch)
+            assert all(row.failure is None for row in result.rows)
+        count = len(batch.rows)
+        torch.testing.assert_close(
+            steps.logits[:count], eager.device_steps.logits[:count], rtol=0.02, atol=0.05, msg=f"turn {turn}"
+        )
+    assert addresses == [tensor.data_ptr() for tensor in tensors]
+    weight = runner.model.head.weight
+    batch = decode_batch(runner, 3)
+    before = runner.execute(batch)
+    logits = steps.logits[:3].clone()
+    with torch.inference_mode():
+        kept = weight.clone()
+        weight.copy_(kept.flip(0))
+        after = runner.execute(batch)
+        weight.copy_(kept)
+    assert after.decode_status == before.decode_status == DecodeGraphStatus.REPLAYED
+    torch.testing.assert_close(steps.logits[:3], logits.flip(1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_equal_eager_ones(backend: str) -> None:
+    runner = graph_runner(backend)
+    fill(runner, 2)
+    expected: dict[tuple[int, int], list[int | None]] = {}
+    for turn in range(200):
+        rows, start = 1 + turn * 7 % 16, 1 + turn % 5 * 60
+        batch = decode_batch(runner, rows, start=start, seed=3)
+        tokens = [row.token_id for row in runner.execute(batch).rows]
+        assert expected.setdefault((rows, start), tokens) == tokens, (turn, rows, start)
+
+
+def test_batch_when_it_exceeds_the_largest_graph_then_runs_eagerly_and_says_so() -> None:
+    runner = new_runner(small_folder(), "bfloat16", load_format="dummy")
+    assert runner.capture_decode_graphs((1, 2)) is not None
+    eager = new_runner_without_graphs("triton")
+    for each in (runner, eager):
+        fill(each, 4)
+    batch = decode_batch(runner, 3)
+    found, expected = runner.execute(batch), eager.execute(batch)
+    assert found.decode_status == DecodeGraphStatus.BATCH_EXCEEDS_CAPTURE_LIMIT
+    assert [row.token_id for row in found.rows] == [row.token_id for row in expected.rows]
+    chunk = runner.execute(StepBatch([BatchRow("c", [1, 2, 3], 0, [5], False)]))
+    assert chunk.decode_status == DecodeGraphStatus.PREFILL_INPUT
+
+
+# -- no waiting, few launches ----------------------------------------------------------------------------------
+
+
+def rows_of_kind(runner: ModelRunner, rows: int, kind: str) -> StepBatch:
+    batch = decode_batch(runner, rows)
+    if kind == "drawn":
+        for index, row in enumerate(batch.rows):
+            params = SamplingParams(max_tokens=9, temperature=0.8, top_k=40, top_p=0.9, seed=index, logprobs=3)
+            row.sampling = SamplingRow(params, index, (1, 2), [3], ())
+    if kind == "penalised":
+        for row in batch.rows:
+            params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, logit_bias={5: 1.0})
+            row.sampling = SamplingRow(params, 1, (1, 2), [3, 4], ())
+    if kind == "prompts":
+        batch = StepBatch([sampled(str(r), list(range(5, 25)), 0, row.block_table) for r, row in enumerate(batch.rows)])
+    if kind == "prefix":
+        batch = StepBatch(
+            [
+                *(row for row in batch.rows[: rows // 2]),
+                *(
+                    BatchRow(str(r), list(range(5, 15)), 30, row.block_table, False)
+                    for r, row in enumerate(batch.rows[rows // 2 :])
+                ),
+            ]
+        )
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised", "prompts", "prefix"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_when_anything_that_waits_raises_then_it_runs(backend: str, graphs: bool, kind: str) -> None:
+    runner = graph_runner(backend) if graphs else new_runner_without_graphs(backend)
+    fill(runner, 1)
+    batch = rows_of_kind(runner, 6, kind)
+    runner.execute(batch)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = runner.execute(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(row.failure is None for row in result.rows)
+
+
+def launches(runner: ModelRunner, batch: StepBatch) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    runner.execute(batch)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        runner.execute(batch)
+        torch.cuda.synchronize()
+    names = [event.name for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    # cuBLAS may split a product of few rows in two launches
+    return sum(not any(part in name.lower() for part in _CUBLAS) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_launches_when_the_batch_grows_then_are_as_many(graphs: bool, kind: str) -> None:
+    runner = graph_runner() if graphs else new_runner_without_graphs("triton")
+    fill(runner, 1)
+    counts = {rows: launches(runner, rows_of_kind(runner, rows, kind)) for rows in (8, 16)}
+    assert counts[8] == counts[16] > 0, counts
+
+
+# -- values that are not finite --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_when_their_numbers_are_not_finite_then_they_fail_alone_and_leave_clean_blocks(graphs: bool) -> None:
+    runner = graph_runner() if graphs else new_runner_without_graphs("triton")
+    fill(runner, 6)
+    good = sampled("good", [5], 20, [1, 2], sampling=greedy())
+    expected = runner.execute(StepBatch([good, good])).rows[0].token_id
+    with torch.inference_mode():
+        for block in (5, 7):
+            pools(runner)[1][block] = torch.nan
+    rows = [sampled("bad", [3], 17, [5, 6]), good]
+    if not graphs:
+        rows.append(BatchRow("chunk", list(range(20)), 16, [7, 8, 9], False))
+    found = runner.execute(StepBatch(rows)).rows
+    assert (found[1].token_id, found[1].failure) == (expected, None)
+    for row in (found[0], *found[2:]):
+        assert row.failure is not None
+        assert row.failure.code is ErrorCode.EXECUTION_EXCEPTION
+    for pool in pools(runner):
+        assert bool(torch.isfinite(pool[6]).all())
+
+
+# -- start-up --------------------------------------------------------------------------------------------------
+
+
+def test_weights_when_read_from_safetensors_then_are_those_of_the_file() -> None:
+    from safetensors import safe_open
+
+    folder = tiny_model("llama")
+    runner = new_runner(folder, "float32")
+    with safe_open(folder / "model.safetensors", framework="pt") as stored:
+        expected = torch.cat([stored.get_tensor(f"model.layers.1.self_attn.{n}_proj.weight") for n in "qkv"])
+        embedding = stored.get_tensor("model.embed_tokens.weight")
+    assert torch.equal(runner.model.layers[1].attention.qkv.weight.cpu(), expected)
+    assert torch.equal(runner.model.embedding.table.cpu(), embedding)
+
+
+def test_upload_when_a_tensor_is_larger_than_a_piece_then_arrives_whole() -> None:
+    from engine.loader.upload import Upload
+
+    source = torch.randn(40_000_001)
+    out = torch.empty(source.shape, dtype=torch.bfloat16, device="cuda")
+    Upload(torch.device("cuda")).copy(source, out)
+    assert torch.equal(out.cpu(), source.to(torch.bfloat16))
+
+
+def test_memory_when_measured_then_the_pool_that_it_allows_can_be_made() -> None:
+    from engine.config import EngineConfig
+    from engine.memory import device_kv_blocks
+
+    runner = new_runner(small_folder(), "bfloat16", load_format="dummy")
+    memory = runner.measure_device()
+    assert memory.step_peak > 0
+    assert memory.free <= memory.total
+    config = EngineConfig(role="decode", model="m", block_size=BLOCK, gpu_memory_utilization=0.5)
+    blocks = device_kv_blocks(config, memory, bytes_per_block=runner.kv_bytes_per_block(), max_model_len=512, graphs=8)
+    runner.init_kv(blocks + 1)
+    assert runner.execute(decode_batch(runner, 2)).rows[0].failure is None
+    runner.kv_layers[FULL_GROUP].clear()
+
+
+def test_graph_debug_when_asked_for_then_each_graph_is_written(tmp_path: Path) -> None:
+    runner = new_runner(small_folder(), "bfloat16", load_format="dummy")
+    assert runner.capture_decode_graphs((1, 2), tmp_path) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode_1.dot", "decode_2.dot"]
+
+
+@pytest.mark.skipif(os.environ.get("CUDA_LAUNCH_BLOCKING") == "1", reason="runs with it already")
+def test_step_when_launches_block_then_it_runs() -> None:
+    """A failing launch is then reported where it happened."""
+    import subprocess
+    import sys
+
+    code = (
+        "from tests.gpu.test_engine_runner import *\n"
+        "runner = new_runner(tiny_model('llama'), 'float32')\n"
+        "print(json.dumps(generate(runner, [random_prompt(20)], 4, 64)))\n"
+    )
+    environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=True
+    )
+    assert json.loads(found.stdout.strip().splitlines()[-1]) == generate(
+        new_runner(tiny_model("llama"), "float32"), [random_prompt(20)], 4, 64
+    )

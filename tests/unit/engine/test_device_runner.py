@@ -1,0 +1,245 @@
+"""The whole path of a device, in Triton's interpreter on the CPU: fused layers, packed inputs, device sampler, graphs.
+
+Beside it stands the runner of the CPU. Both compute float32, so tokens are equal and numbers within 1e-4.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from engine.messages import SamplingParams
+from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.decode_status import DecodeGraphStatus
+from engine.runner.model_runner import FULL_GROUP, ModelRunner
+from engine.sampling import SamplingRow
+from kernels import jit
+from rpc.errors import ErrorCode
+from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
+from tests.unit.engine.tiny_models import tiny_model
+
+BLOCK = 16
+BLOCKS = 40
+TOLERANCE = 1e-4
+
+pytestmark = [
+    pytest.mark.skipif(not jit.available("cpu"), reason="needs Triton in its interpreter (TRITON_INTERPRET=1)"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, where rows hold NaN on purpose
+]
+
+
+def new_runner(name: str, backend: str, blocks: int = BLOCKS, dtype: str = "float32") -> ModelRunner:
+    runner = ModelRunner(
+        tiny_model(name),
+        dtype,
+        BLOCK,
+        max_model_len=128,
+        attention_backend=backend,
+        device="cpu",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
+    runner.init_kv(blocks)
+    return runner
+
+
+@functools.cache
+def graph_runner() -> ModelRunner:
+    runner = new_runner("llama", "triton")
+    captured = runner.capture_decode_graphs((1, 4))
+    assert captured is not None
+    assert (captured.kind, captured.count) == ("decode", 2)
+    return runner
+
+
+def pools(runner: ModelRunner) -> list[torch.Tensor]:
+    return runner.kv_layers[FULL_GROUP]
+
+
+def fill(runner: ModelRunner, blocks: list[int], seed: int = 0) -> None:
+    """Random KV in blocks, as if something had been computed there."""
+    generator = torch.Generator().manual_seed(seed)
+    for pool in pools(runner):
+        pool[blocks] = torch.randn(len(blocks), *pool.shape[1:], generator=generator)
+
+
+def params(**fields: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(max_tokens=9, **fields), 3, (1, 2, 3), [4, 5, 4], ())
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "mistral-window", "qwen3", "llama-rope-yarn"])
+def test_greedy_tokens_and_kv_when_computed_by_the_device_path_then_equal_the_cpus(name: str) -> None:
+    host, device = new_runner(name, "torch"), new_runner(name, "triton")
+    assert device.device_steps is not None
+    assert host.device_steps is None
+    prompts = [random_prompt(length, seed=length) for length in (1, BLOCK, 21)]
+    assert generate(device, prompts, count=3, chunk=16) == generate(host, prompts, count=3, chunk=16)
+    for found, expected in zip(pools(device), pools(host), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_mixed_step_when_rows_decode_and_prefill_then_results_equal_the_cpus() -> None:
+    results = []
+    for backend in ("torch", "triton"):
+        runner = new_runner("llama", backend)
+        fill(runner, [1, 2, 3, 4])
+        batch = StepBatch(
+            [
+                sampled("a", [7], 20, [1, 2], sampling=greedy(logprobs=2)),
+                sampled("b", [8], 31, [3, 4], sampling=params(temperature=0.8, top_k=30, seed=5, logprobs=1)),
+                BatchRow(
+                    "c",
+                    random_prompt(9),
+                    16,
+                    [4, 9],
+                    False,
+                    prompt_logprobs_from=18,
+                    prompt_next_ids=random_prompt(9, 3),
+                    num_prompt_logprobs=1,
+                ),
+                sampled("d", random_prompt(5, 4), 0, [10], sampling=params(temperature=0.0, presence_penalty=1.5)),
+            ]
+        )
+        results.append(runner.execute(batch))
+    for found, expected in zip(results[1].rows, results[0].rows, strict=True):
+        assert found.token_id == expected.token_id
+        assert (found.logprob is None) == (expected.logprob is None)
+        if found.logprob is not None:
+            assert found.logprob.logprob == pytest.approx(expected.logprob.logprob, abs=TOLERANCE)
+            assert [t.token_id for t in found.top_logprobs] == [t.token_id for t in expected.top_logprobs]
+        pairs = zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True)
+        assert [p.position for p in found.prompt_logprobs] == [p.position for p in expected.prompt_logprobs]
+        for mine, theirs in pairs:
+            assert mine.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=TOLERANCE)
+    assert len(results[1].rows[2].prompt_logprobs) == 8
+    assert results[1].decode_status == DecodeGraphStatus.PREFILL_INPUT
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_decode_graph_when_the_batch_is_padded_then_results_are_those_of_an_eager_step(rows: int) -> None:
+    graphs, eager = graph_runner(), new_runner("llama", "triton")
+    blocks = list(range(1, 1 + 2 * rows))
+    for runner in (graphs, eager):
+        for pool in pools(runner):
+            pool.fill_(7.5)  # whatever a request holds, blocks that are nobody's included
+        fill(runner, blocks, seed=rows)
+    mine = [r for r in range(BLOCKS) if r not in blocks]
+
+    def batch() -> StepBatch:
+        return StepBatch(
+            [sampled(str(r), [5 + r], 17 + 4 * r, [1 + 2 * r, 2 + 2 * r]) for r in range(rows)],
+        )
+
+    replayed, expected = graphs.execute(batch()), eager.execute(batch())
+    assert replayed.decode_status == DecodeGraphStatus.REPLAYED
+    assert replayed.decode_graph_rows == {1: 1, 2: 4, 3: 4}[rows]
+    assert [row.token_id for row in replayed.rows] == [row.token_id for row in expected.rows]
+    for found, reference in zip(pools(graphs), pools(eager), strict=True):
+        # A product of more rows may round differently
+        torch.testing.assert_close(found[blocks], reference[blocks], rtol=0, atol=TOLERANCE)
+        assert (found[mine] == 7.5).all()  # the last block, which a slot of -1 would name, and block 0 among them
+
+
+def test_decode_graph_when_lengths_tables_and_weights_change_then_replays_follow() -> None:
+    runner, steps = graph_runner(), graph_runner().device_steps
+    host = new_runner("llama", "torch")
+    assert steps is not None
+    addresses = [tensor.data_ptr() for tensor in (steps.inputs.buffers.token_ids, steps.inputs.buffers.block_tables)]
+    for r in (runner, host):
+        fill(r, list(range(1, 9)), seed=3)
+    tables = {"a": [1, 2], "b": [3, 4], "c": [5, 6, 7]}
+    for starts in ({"a": 17}, {"b": 31, "a": 18}, {"c": 40, "a": 19, "b": 20}, {"b": 1, "c": 16}):
+        found, expected = (
+            r.execute(StepBatch([sampled(key, [at], at, tables[key]) for key, at in starts.items()]))
+            for r in (runner, host)
+        )
+        assert found.decode_status == DecodeGraphStatus.REPLAYED
+        assert [row.token_id for row in found.rows] == [row.token_id for row in expected.rows]
+    tables["a"].append(8)  # a table that grew in place
+    found, expected = (r.execute(StepBatch([sampled("a", [9], 32, tables["a"])])) for r in (runner, host))
+    assert found.rows[0].token_id == expected.rows[0].token_id
+    for r in (runner, host):
+        assert torch.equal(pools(r)[0][8, :, :, 0].any(-1), torch.ones(2, r.config.num_kv_heads, dtype=torch.bool))
+    assert addresses == [t.data_ptr() for t in (steps.inputs.buffers.token_ids, steps.inputs.buffers.block_tables)]
+    weight = runner.model.head.weight
+    with torch.inference_mode():
+        before = weight.clone()
+        try:
+            weight.copy_(before.flip(0))
+            turned = runner.execute(StepBatch([sampled("a", [9], 32, tables["a"])]))
+            assert turned.rows[0].token_id == runner.config.vocab_size - 1 - expected.rows[0].token_id
+        finally:
+            weight.copy_(before)
+
+
+def test_decode_graph_when_rows_are_drawn_or_ask_for_logprobs_then_they_are_sampled_from_the_graphs_logits() -> None:
+    results = []
+    for runner in (new_runner("llama", "torch"), graph_runner()):
+        fill(runner, [1, 2, 3, 4], seed=9)
+        rows = [
+            sampled("a", [7], 20, [1, 2], sampling=params(temperature=1.0, seed=11, top_p=0.9, logprobs=2)),
+            sampled("b", [8], 31, [3, 4], sampling=params(temperature=0.0, logit_bias={17: 100.0})),
+        ]
+        results.append(runner.execute(StepBatch(rows)))
+    assert results[1].decode_status == DecodeGraphStatus.REPLAYED
+    assert [row.token_id for row in results[1].rows] == [row.token_id for row in results[0].rows]
+    assert results[1].rows[1].token_id == 17
+    logprobs = [[entry.logprob for entry in result.rows[0].top_logprobs] for result in results]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_when_their_numbers_are_not_finite_then_they_fail_alone_and_leave_clean_blocks(graphs: bool) -> None:
+    runner = graph_runner() if graphs else new_runner("llama", "triton")
+    fill(runner, list(range(1, 9)), seed=1)
+    good = sampled("good", [5], 20, [1, 2])
+    expected = runner.execute(StepBatch([good])).rows[0].token_id
+    pools(runner)[1][[5, 7]] = torch.nan
+    rows = [sampled("bad", [3], 17, [5, 6]), good]
+    if not graphs:
+        rows.append(BatchRow("chunk", random_prompt(20), 16, [7, 8, 9], False))
+    found = runner.execute(StepBatch(rows)).rows
+    assert (found[1].token_id, found[1].failure) == (expected, None)
+    for row in (found[0], *found[2:]):
+        assert row.failure is not None
+        assert row.failure.code is ErrorCode.EXECUTION_EXCEPTION
+        assert row.token_id is None
+    for pool in pools(runner):
+        written = [6] if graphs else [6, 8, 9]
+        assert torch.isfinite(pool[written]).all()
+        pool[[5, 7]] = 0
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        (BatchRow("r", [], 0, [1], False), "no tokens"),
+        (BatchRow("r", [1], -1, [1], True, greedy()), "negative start"),
+        (BatchRow("r", [1, 2], 15, [1], False), "2 blocks"),
+        (BatchRow("r", [1], 16, [1], True, greedy()), "2 blocks"),
+        (BatchRow("r", [1], 0, [0], True, greedy()), "block ids"),
+        (BatchRow("r", [1], 0, [BLOCKS], True, greedy()), "block ids"),
+        (BatchRow("r", [1], 16, [0, 1], True, greedy()), "block ids"),
+        (BatchRow("r", [1], 0, list(range(1, 10)), True, greedy()), "at most 8"),
+        (BatchRow("r", [1], 0, [1], True), "sampling"),
+        (BatchRow("r", [1, 2], 0, [1], False, greedy()), "sampling"),
+        (BatchRow("r", [1] * 65, 0, [1, 2, 3, 4, 5], False), "at most 64"),
+    ],
+)
+def test_step_when_a_row_points_outside_its_blocks_then_raises_and_leaves_the_pool(row: BatchRow, named: str) -> None:
+    runner = new_runner("llama", "triton")
+    with pytest.raises(ValueError, match=named):
+        runner.execute(StepBatch([sampled("good", [1], 0, [2]), row]))
+    assert not any(pool.any() for pool in pools(runner))
+    assert runner.execute(StepBatch([sampled("good", [1], 0, [2])])).rows[0].failure is None
+
+
+def test_bfloat16_when_computed_by_the_device_path_then_logits_are_near_the_cpus() -> None:
+    host, device = new_runner("qwen3", "torch", dtype="bfloat16"), new_runner("qwen3", "triton", dtype="bfloat16")
+    row = sampled("r", random_prompt(13), 0, [1], sampling=greedy(logprobs=4))
+    found, expected = (r.execute(StepBatch([row])).rows[0] for r in (device, host))
+    for mine, theirs in zip(found.top_logprobs, expected.top_logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=0.1)
