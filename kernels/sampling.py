@@ -1,4 +1,4 @@
-"""Sampling on the device, first part: the largest logit of every row, and changes of single logits.
+"""Sampling on the device, first part: the largest logit of every row.
 
 `largest` finds per row the largest logit, its lowest token id and whether the row is usable: the greedy token, and the
 peak that `kernels.draw` and `kernels.logprobs` start from. It reads every logit once. With V = 128,256 tokens float32:
@@ -10,10 +10,9 @@ Rows are split so that up to 1,056 programs, one wave, share the work. Each writ
 row to finish (an atomic ticket per row) reads those of the others and writes the row's result, so that one launch
 suffices. Maxima do not depend on the order of the comparisons: neither does the result on the split.
 
-`adjust` writes bias, mask and penalties into the logits of the tokens that rows name, 24 bytes of instructions per
-token, and `restore` puts the old logits back. Rows that name no token cost nothing.
-
-All launchers take [rows, vocab] logits of any float dtype, whose rows may lie apart; work is done in float32.
+The other parts are kernels.logit_changes (bias, mask and penalties, before), kernels.draw (a draw in place of the
+largest) and kernels.logprobs. All take [rows, vocab] logits of any float dtype, whose rows may lie apart, and work in
+float32; only kernels.logit_changes, which writes, wants float32 logits.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ import torch
 
 from kernels.jit import jit, pdl_options, tl, triton
 
-# One row's parameters, ROW_WORDS int64 words on the device: WHAT, temperature (float64), top-k (NO_TOP_K where it does
-# not limit), top-p (float64), least weight of min-p, seed, token index. See kernels.draw for their meaning.
-ROW_WORDS = 7
+# One row's parameters on the device, ROW_WORDS int64 words:
+#   0 WHAT, the bits below        1 temperature (float64)    2 top-k, or NO_TOP_K    3 top-p (float64)
+#   4 least weight, for min-p     5 seed                     6 token index           7 slot << 32 | tokens in it
+#   8 repetition (float32)        9 frequency << 32 | presence (float32)
+# Words 1 to 6 are those of kernels.draw, 7 to 9 of kernels.logit_changes.
+ROW_WORDS = 10
 NO_TOP_K = 1 << 40
-DRAWN, SELECTS, ADJUSTED = 1, 2, 4  # bits of the word WHAT: not greedy; has top-k or top-p; named in `entries`
+DRAWN = 1  # the row is not greedy
+SELECTS = 2  # it has top-k or top-p
+ADJUSTED = 4  # kernels.logit_changes changes its logits
+PENALIZED = 8  # by penalties
 LOGPROBS_SHIFT = 8  # WHAT >> 8: 0, or one more than the number of most likely tokens to report
-
-# One token's change, ENTRY_WORDS int64 words: row << 32 | token; bias << 32 | repetition penalty; subtrahend. The
-# last three are float32 bits. A bias of minus infinity masks the token, a penalty of 1 changes nothing.
-ENTRY_WORDS = 3
 
 USABLE, NOT_FINITE, ALL_MASKED = 0, 1, 2  # what `flags` says of a row
 
 _SPLIT_BLOCK = 2048  # logits that a program of `largest` looks at in one go
 _PROGRAMS = 1056  # of `largest`, at the most: one wave, eight programs on each of 132 multiprocessors
 FEW_ROWS = 16  # up to here blocks are narrow, so that all multiprocessors get some
-_ENTRIES = 256
 
 _WORDS = tl.constexpr(ROW_WORDS)
-_ENTRY = tl.constexpr(ENTRY_WORDS)
 _ADJUSTED = tl.constexpr(ADJUSTED)
 _NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -61,8 +60,8 @@ class Scratch:
     vocab: int
     candidates: int  # tokens near the end of a row's selection that are looked at one by one
     blocks: tuple[int, int]  # tokens per block for few rows, and for many
-    peaks: torch.Tensor  # float32 [max_rows]: largest logit, after `adjust`
-    raw_peaks: torch.Tensor  # float32 [max_rows]: largest logit, before it
+    peaks: torch.Tensor  # float32 [max_rows]: largest logit, with its changes
+    raw_peaks: torch.Tensor  # float32 [max_rows]: largest logit, without them
     tickets: torch.Tensor  # int32 [max_rows], zero between launches
     candidate_counts: torch.Tensor  # int32 [max_rows], zero between launches
     candidate_ids: torch.Tensor  # int32 [max_rows, candidates]
@@ -199,33 +198,6 @@ def _largest_kernel(
         tl.store(flags + row, tl.where(usable, 0, failure).to(tl.int64))
 
 
-@jit(do_not_specialize=["entries_count"])
-def _adjust_kernel(logits, row_stride, entries, entries_count, saved, BLOCK: tl.constexpr):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = entry < entries_count
-    words = entries + entry.to(tl.int64) * _ENTRY
-    place = tl.load(words, mask=there, other=0)
-    at = logits + (place >> 32) * row_stride + (place & 0xFFFFFFFF)
-    factors = tl.load(words + 1, mask=there, other=0)
-    bias = (factors >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    penalty = factors.to(tl.int32).to(tl.float32, bitcast=True)
-    subtrahend = tl.load(words + 2, mask=there, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-    x = tl.load(at, mask=there, other=0.0)
-    tl.store(saved + entry, x, mask=there)
-    x = tl.where(bias == float("-inf"), bias, x + bias)
-    x = tl.where(penalty == 1.0, x, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty))
-    tl.store(at, x - subtrahend, mask=there)
-
-
-@jit(do_not_specialize=["entries_count"])
-def _restore_kernel(logits, row_stride, entries, entries_count, saved, BLOCK: tl.constexpr):
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = entry < entries_count
-    place = tl.load(entries + entry.to(tl.int64) * _ENTRY, mask=there, other=0)
-    x = tl.load(saved + entry, mask=there)
-    tl.store(logits + (place >> 32) * row_stride + (place & 0xFFFFFFFF), x, mask=there)
-
-
 def largest(
     logits: torch.Tensor,
     scratch: Scratch,
@@ -238,8 +210,8 @@ def largest(
     Of equal logits the lowest token id counts. flags: USABLE, or NOT_FINITE when the row has a NaN or its largest
     logit is not finite; `tokens` then holds any id below vocab. Can be captured in a CUDA graph.
 
-    adjusted: the rows' parameters. Given after `adjust`: only rows whose WHAT has ADJUSTED are looked at, raw peaks
-    stay, and flags are ALL_MASKED where the raw peak was finite and the peak is no longer.
+    adjusted: the rows' parameters, given once their logits are changed. Then only rows whose WHAT has ADJUSTED are
+    looked at, raw peaks stay, and flags are ALL_MASKED where the raw peak was finite and the peak is no longer.
     """
     rows, vocab = logits.shape
     if not rows:
@@ -267,26 +239,6 @@ def largest(
         num_warps=4,
         **pdl_options(logits),
     )
-
-
-def adjust(logits: torch.Tensor, entries: torch.Tensor, count: int, saved: torch.Tensor) -> None:
-    """Changes float32 logits [rows, vocab] in place as the first `count` entries say, and saves what was there.
-
-    entries: int64 [>= count * ENTRY_WORDS], on the device, one per (row, token) at the most. saved: float32 [>= count].
-    A token's logit x becomes x + bias, then x / penalty if positive and x * penalty if not, then x - subtrahend.
-    """
-    if count:
-        _adjust_kernel[(triton.cdiv(count, _ENTRIES),)](
-            logits, logits.stride(0), entries, count, saved, BLOCK=_ENTRIES, num_warps=4, enable_fp_fusion=False
-        )
-
-
-def restore(logits: torch.Tensor, entries: torch.Tensor, count: int, saved: torch.Tensor) -> None:
-    """Undoes `adjust`."""
-    if count:
-        _restore_kernel[(triton.cdiv(count, _ENTRIES),)](
-            logits, logits.stride(0), entries, count, saved, BLOCK=_ENTRIES, num_warps=4
-        )
 
 
 def reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

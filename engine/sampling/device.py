@@ -19,6 +19,7 @@ elsewhere). Log-probabilities differ by the rounding of one float64 sum.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,20 +30,24 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages import SamplingParams, TokenLogprob
-from engine.sampling.device_entries import Entries, EntryBuilder
+from engine.sampling.biases import BiasEntries
 from engine.sampling.failures import every_token_masked, logits_not_finite
+from engine.sampling.penalties import PenaltySlots
 from engine.sampling.row import SampledToken, SamplingRow
 from kernels import draw as draw_kernels
+from kernels import logit_changes
 from kernels import logprobs as logprob_kernels
 from kernels import sampling as sampling_kernels
-from kernels.sampling import ADJUSTED, DRAWN, ENTRY_WORDS, LOGPROBS_SHIFT, NO_TOP_K, ROW_WORDS, SELECTS
+from kernels.logit_changes import ENTRY_WORDS
+from kernels.sampling import ADJUSTED, DRAWN, LOGPROBS_SHIFT, NO_TOP_K, PENALIZED, ROW_WORDS, SELECTS
 
 _GENERATIONS = 2  # steps whose results may be on their way at once
-_FIRST_ENTRIES = 4096
+_FIRST_ROOM = 8192
 _FIRST_TOPS = 32
 _KNOWN_PARAMS = 4096
-_INDEX_WORD = ROW_WORDS - 1
+_WHAT_WORD, _INDEX_WORD, _SLOT_WORD = 0, 6, 7
 _Words = NDArray[np.int64]
+_NOTHING = np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,9 @@ class _Known:
 
     params: SamplingParams
     words: tuple[int, ...]
-    plain: bool  # while the row changes no logits for want of tokens
+    min_tokens: int
+    plain: bool  # from min_tokens on
+    biased: bool
 
 
 @dataclass(slots=True)
@@ -103,19 +110,23 @@ class DeviceSampler:
         self._outcome = torch.zeros(2, max_rows, dtype=torch.int64, device=self.device)
         self.tokens, self.flags = self._outcome[0], self._outcome[1]
         self._known: dict[int, _Known] = {}
-        self._entry_builder = EntryBuilder(vocab)
+        self._biases = BiasEntries(vocab, remembered=4 * max_rows)
+        self._penalties = PenaltySlots(max_rows, vocab, self.device)
         self._wide: torch.Tensor | None = None  # float32 logits, when those of the model are narrower
         self._logprobs: logprob_kernels.LogprobScratch | None = None
         self._outboxes = [self._outbox(None) for _ in range(_GENERATIONS)]
         self._sends = 0
         self._stages = 0
         self._owner = 0
-        self._make_room(_FIRST_ENTRIES)
+        self._make_room(_FIRST_ROOM)
 
         self._rows: list[SamplingRow] = []
         self._plain = True
         self._any = 0  # union of the rows' words WHAT
-        self._entry_count = 0
+        self._packed: list[SamplingRow] = []  # the rows whose unchanging words are in _table
+        self._table = np.zeros((0, ROW_WORDS), dtype=np.int64)
+        self._entry_count = self._update_count = 0
+        self._longest = 0  # most penalised tokens of a row
         self._asks_logprobs = False
 
     # -- what the rows want ---------------------------------------------------------------------------------
@@ -130,86 +141,105 @@ class DeviceSampler:
             raise ValueError(f"{len(rows)} rows to sample, but there is memory for {self._max_rows} (max_rows)")
         self._rows = list(rows)
         known = self._known
-        words: list[tuple[int, ...]] = []
         plain = True
         for row in rows:
-            found = known.get(id(row.params))
-            if found is None:
-                found = self._learn(row.params)
-            plain = plain and found.plain and row.token_index >= row.params.min_tokens
-            words.append(found.words)
+            found = known.get(id(row.params)) or self._learn(row.params)
+            if not found.plain or row.token_index < found.min_tokens:
+                plain = False
         self._plain = plain
         if not plain:
-            self._pack(rows, words)
+            self._pack(self._rows)
         return plain
 
     def _learn(self, params: SamplingParams) -> _Known:
-        greedy = params.temperature <= 0.0
         limited = 0 < params.top_k < self._vocab
         what = 0
-        if not greedy:
+        if params.temperature > 0.0:
             what |= DRAWN | (SELECTS if limited or params.top_p < 1.0 else 0)
         if params.logprobs >= 0:
             what |= (min(params.logprobs, self._vocab) + 1) << LOGPROBS_SHIFT
-        doubles = np.array([np.float32(params.temperature), params.top_p], dtype=np.float64).view(np.int64).tolist()
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            what |= ADJUSTED | PENALIZED
+        temperature, top_p = (
+            np.array([np.float32(params.temperature), params.top_p], dtype=np.float64).view(np.int64).tolist()
+        )
+        repetition, frequency, presence = np.array(penalties, dtype=np.float32).view(np.uint32).tolist()
         seed = params.seed & 0xFFFFFFFFFFFFFFFF
         words = (
             what,
-            doubles[0],
+            temperature,
             params.top_k if limited else NO_TOP_K,
-            doubles[1],
+            top_p,
             math.ceil(params.min_p * self._one),
             seed - (1 << 64) if seed >> 63 else seed,
             0,
-        )
-        changes = (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-            or bool(params.logit_bias)
+            0,
+            repetition,
+            (frequency << 32 | presence) - (1 << 64) * (frequency >> 31),
         )
         if len(self._known) >= _KNOWN_PARAMS:
             self._known.clear()
-        found = self._known[id(params)] = _Known(params, words, what == 0 and not changes)
+        biased = bool(params.logit_bias)
+        found = self._known[id(params)] = _Known(params, words, params.min_tokens, what == 0 and not biased, biased)
         return found
 
-    def _pack(self, rows: Sequence[SamplingRow], words: list[tuple[int, ...]]) -> None:
-        table = np.array(words, dtype=np.int64)
+    def _pack(self, rows: list[SamplingRow]) -> None:
+        known = [self._known.get(id(row.params)) or self._learn(row.params) for row in rows]
+        if len(rows) != len(self._packed) or not all(map(operator.is_, rows, self._packed)):
+            self._packed = rows
+            self._table = np.array([of.words for of in known], dtype=np.int64)
+        table = self._table.copy()
         table[:, _INDEX_WORD] = [row.token_index for row in rows]
-        adjusted = [i for i, row in enumerate(rows) if row.changes_logits]
-        entries: Entries | None = self._entry_builder.build([(i, rows[i]) for i in adjusted]) if adjusted else None
-        table[adjusted, 0] |= ADJUSTED
-        self._any = int(np.bitwise_or.reduce(table[:, 0]))
-        most = int(table[:, 0].max()) >> LOGPROBS_SHIFT
+        entries = updates = _NOTHING
+        biased = [i for i, of in enumerate(known) if of.biased or rows[i].token_index < of.min_tokens]
+        if biased:
+            entries = self._biases.of([(i, rows[i]) for i in biased])
+            table[biased, _WHAT_WORD] |= ADJUSTED
+        self._longest = 0
+        penalized = np.flatnonzero(table[:, _WHAT_WORD] & PENALIZED).tolist()
+        if penalized:
+            places, updates = self._penalties.follow([rows[i] for i in penalized])
+            table[penalized, _SLOT_WORD] = [slot << 32 | count for slot, count in places]
+            self._longest = max(count for _, count in places)
+        self._any = int(np.bitwise_or.reduce(table[:, _WHAT_WORD]))
+        most = int(table[:, _WHAT_WORD].max()) >> LOGPROBS_SHIFT
         self._asks_logprobs = most > 0
         if most > 0 and (self._logprobs is None or self._logprobs.tops < most - 1):
             tops = max(_FIRST_TOPS, 1 << (most - 2).bit_length())
             self._logprobs = logprob_kernels.LogprobScratch(self._scratch, tops)
-        self._entry_count = 0 if entries is None else len(entries)
-        if self._entry_count > self._entry_room:
-            self._make_room(1 << (self._entry_count - 1).bit_length())
+        self._entry_count, self._update_count = len(entries), len(updates)
+        self._send_staged(table.reshape(-1), entries.reshape(-1), updates.reshape(-1))
+
+    def _send_staged(self, table: _Words, entries: _Words, updates: _Words) -> None:
+        """Enqueues one copy of all that kernels read: rows at fixed addresses, then entries, then updates."""
+        lists = len(entries) + len(updates)
+        if lists > self._room:
+            self._make_room(1 << (lists - 1).bit_length())
         staging = self._stagings[self._stages % _GENERATIONS]
         self._stages += 1
         if staging.copied is not None:
             staging.copied.synchronize()  # of two steps before: passed long ago
         host = staging.words.numpy()
-        host[: table.size] = table.reshape(-1)
-        used = self._entry_begin if self._entry_count else table.size
-        if entries is not None:
-            used += entries.write(host[self._entry_begin :])
+        host[: len(table)] = table
+        used = len(table)
+        if lists:
+            middle = self._lists_begin + len(entries)
+            used = middle + len(updates)
+            host[self._lists_begin : middle] = entries
+            host[middle:used] = updates
         self._staged[:used].copy_(staging.words[:used], non_blocking=True)
         if staging.copied is not None:
             staging.copied.record()
 
-    def _make_room(self, entries: int) -> None:
-        """Staging for `entries` entries, behind the words of max_rows rows."""
-        self._entry_room = entries
-        self._entry_begin = self._max_rows * ROW_WORDS
-        size = self._entry_begin + entries * ENTRY_WORDS
+    def _make_room(self, words: int) -> None:
+        """Staging for that many words of entries and updates, behind the words of max_rows rows."""
+        self._room = words
+        self._lists_begin = self._max_rows * ROW_WORDS
+        size = self._lists_begin + words
         self._staged = torch.zeros(size, dtype=torch.int64, device=self.device)
-        self._row_params = self._staged[: self._entry_begin].view(self._max_rows, ROW_WORDS)
-        self._entries = self._staged[self._entry_begin :]
-        self._saved = torch.zeros(entries, dtype=torch.float32, device=self.device)
+        self._row_params = self._staged[: self._lists_begin].view(self._max_rows, ROW_WORDS)
+        self._saved = torch.zeros(words // ENTRY_WORDS, dtype=torch.float32, device=self.device)
         self._stagings = [_Staging(self._host(size), self._event()) for _ in range(_GENERATIONS)]
 
     # -- kernels --------------------------------------------------------------------------------------------
@@ -233,17 +263,29 @@ class DeviceSampler:
             return
         tokens, flags, row_params = self.tokens, self.flags, self._row_params
         changed = logits
-        if self._entry_count:
+        if self._any & ADJUSTED:
             changed = self._widened(logits)
-            sampling_kernels.adjust(changed, self._entries, self._entry_count, self._saved)
+            self._change(changed)
             sampling_kernels.largest(changed, self._scratch, tokens, flags, adjusted=row_params)
         if self._any & DRAWN:
             draw_kernels.draw(changed, row_params, self._scratch, tokens, flags, bool(self._any & SELECTS))
-        if self._entry_count:
-            sampling_kernels.restore(changed, self._entries, self._entry_count, self._saved)
+        if self._any & ADJUSTED:
+            self._change_back(changed)
         if self._asks_logprobs:
             assert self._logprobs is not None
             logprob_kernels.logprobs(logits, row_params, self._scratch, tokens, flags, self._logprobs)
+
+    def _change(self, logits: torch.Tensor) -> None:
+        logit_changes.adjust(logits, self._staged[self._lists_begin :], self._entry_count, self._saved)
+        if self._any & PENALIZED:
+            table = self._penalties.table
+            table.update(self._staged[self._lists_begin + self._entry_count * ENTRY_WORDS :], self._update_count)
+            logit_changes.penalize(logits, self._row_params, table, self._longest)
+
+    def _change_back(self, logits: torch.Tensor) -> None:
+        if self._any & PENALIZED:
+            logit_changes.unpenalize(logits, self._row_params, self._penalties.table, self._longest)
+        logit_changes.restore(logits, self._staged[self._lists_begin :], self._entry_count, self._saved)
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.dtype == torch.float32:
@@ -255,10 +297,10 @@ class DeviceSampler:
     def warm_up(self, dtype: torch.dtype = torch.float32) -> None:
         """Compiles what a step may launch, which else would happen at its first use. Waits for the device."""
         params = SamplingParams(max_tokens=1, top_k=1, logprobs=0)
+        changing = msgspec.structs.replace(params, logit_bias={0: 1.0}, repetition_penalty=2.0)
         for rows in {1, min(self._max_rows, sampling_kernels.FEW_ROWS + 1)}:
             logits = torch.zeros(rows, self._vocab, dtype=dtype, device=self.device)
-            for bias in ({}, {0: 1.0}):
-                row = SamplingRow(msgspec.structs.replace(params, logit_bias=bias), 0, (), (), ())
+            for row in (SamplingRow(params, 0, (), (), ()), SamplingRow(changing, 0, (0,), (), ())):
                 self.stage([row] * rows)
                 self.run(logits)
                 self.collect(self.send(rows))

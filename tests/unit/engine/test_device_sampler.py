@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from engine.messages import SamplingParams
 from engine.sampling import SamplingRow, sample
+from engine.sampling.biases import BiasEntries
 from engine.sampling.device import DeviceSampler
-from engine.sampling.device_entries import EntryBuilder
+from engine.sampling.penalties import PenaltySlots
 from engine.sampling.processors import apply_processors
 from kernels import jit
-from kernels.sampling import ENTRY_WORDS, scratch_for
+from kernels.sampling import scratch_for
 from rpc.errors import ErrorCode
 from tests.unit.engine.sampling_rows import assert_same, random_logits, random_row
 
@@ -81,38 +83,111 @@ def test_a_row_gets_the_same_token_alone_and_in_a_batch() -> None:
         assert_same(step(new_sampler(vocab), logits[i : i + 1], [rows[i]]), [together[i]], [rows[i]])
 
 
-def test_entries_of_random_rows_change_logits_as_the_host_does() -> None:
+def test_entries_of_random_rows_bias_and_mask_as_the_host_does() -> None:
     choice, vocab = random.Random(8), 200
-    builder = EntryBuilder(vocab)
+    builder = BiasEntries(vocab, remembered=20)
     for _ in range(30):
         rows = [random_row(choice, vocab) for _ in range(8)]
+        for row in rows:
+            row.params = msgspec.structs.replace(
+                row.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+            )
         logits = random_logits(choice, 8, vocab).nan_to_num(0.0).numpy()
-        adjusted = [(i, row) for i, row in enumerate(rows) if row.changes_logits]
-        if not adjusted:
-            continue
-        entries = builder.build(adjusted)
-        places = entries.rows * vocab + entries.tokens
+        entries = builder.of([(i, row) for i, row in enumerate(rows) if row.changes_logits])
+        places = (entries[:, 0] >> 32) * vocab + (entries[:, 0] & 0xFFFFFFFF)
         assert len(np.unique(places)) == len(entries)
-        x = logits.reshape(-1)[places]
-        x = np.where(np.isneginf(entries.biases), entries.biases, x + entries.biases)
-        x = np.where(x > 0, x / entries.penalties, x * entries.penalties) - entries.subtrahends
+        biases = entries[:, 1].astype(np.uint32).view(np.float32)
         wanted = logits.copy()
         apply_processors(wanted, rows)
-        logits.reshape(-1)[places] = x
+        flat = logits.reshape(-1)
+        flat[places] = np.where(np.isneginf(biases), biases, flat[places] + biases)
         assert np.array_equal(logits, wanted)
-        words = np.zeros(len(entries) * ENTRY_WORDS + 1, dtype=np.int64)
-        assert entries.write(words) == len(entries) * ENTRY_WORDS
-        assert words[-1] == 0
+
+
+def followed(slots: PenaltySlots, rows: list[SamplingRow], memory: dict[int, tuple[int, int]]) -> list[dict[int, int]]:
+    """What the table says of each row, token to count, after its updates were written to `memory`."""
+    capacity = slots.table.capacity
+    places, updates = slots.follow(rows)
+    if slots.table.capacity != capacity:
+        memory.clear()
+    memory |= {place: (value >> 32, value & 0xFFFFFFFF) for place, value in updates.tolist()}
+    assert len({slot for slot, _ in places}) == len(rows)
+    capacity = slots.table.capacity
+    return [dict(memory[slot * capacity + i] for i in range(count)) for slot, count in places]
+
+
+def seen_by(row: SamplingRow, vocab: int) -> dict[int, int]:
+    """token: how often generated, counted anew."""
+    seen = {}
+    if row.params.repetition_penalty != 1.0:
+        seen = {token: 0 for token in row.prompt_token_ids if 0 <= token < vocab}
+    for token in row.output_token_ids:
+        if 0 <= token < vocab:
+            seen[token] = seen.get(token, 0) + 1
+    return seen
+
+
+def test_penalty_slots_follow_requests_that_come_go_grow_and_shrink() -> None:
+    choice, vocab = random.Random(4), 30
+    slots, memory = PenaltySlots(4, vocab, CPU), {}
+    requests: list[SamplingRow] = []
+    for _ in range(200):
+        while len(requests) < 6 or choice.random() < 0.1:
+            params = SamplingParams(max_tokens=9, repetition_penalty=choice.choice([1.0, 2.0]), presence_penalty=1.0)
+            requests.append(SamplingRow(params, 0, [choice.randrange(-1, vocab + 1) for _ in range(9)], [], []))
+        if len(requests) > 8:
+            requests.pop(choice.randrange(len(requests)))
+        batch = choice.sample(requests, choice.randint(1, 4))
+        for row in batch:
+            row.output_token_ids.extend(choice.randrange(-1, vocab + 1) for _ in range(choice.randrange(3)))
+            if choice.random() < 0.05:
+                del row.output_token_ids[-2:]
+        assert followed(slots, batch, memory) == [seen_by(row, vocab) for row in batch]
+
+
+def test_penalty_slots_when_a_request_sees_more_tokens_than_fit_get_more_memory() -> None:
+    slots, memory = PenaltySlots(2, 5000, CPU), {}
+    params = SamplingParams(max_tokens=9, repetition_penalty=2.0)
+    short = SamplingRow(params, 0, [7], [], [])
+    long = SamplingRow(params, 0, list(range(1000)), [], [])
+    assert followed(slots, [short, long], memory) == [seen_by(short, 5000), seen_by(long, 5000)]
+    long.output_token_ids.extend(range(900, 1500))
+    assert followed(slots, [long], memory) == [seen_by(long, 5000)]
+    assert slots.table.capacity == 2048
+    assert followed(slots, [short], memory) == [seen_by(short, 5000)]
+
+
+def test_a_step_of_a_running_request_sends_one_update() -> None:
+    slots = PenaltySlots(2, 5000, CPU)
+    row = SamplingRow(SamplingParams(max_tokens=9, repetition_penalty=2.0), 0, list(range(1000)), [], [])
+    assert len(slots.follow([row])[1]) == 1000
+    row.output_token_ids.append(3)
+    assert slots.follow([row])[1].tolist() == [[slots.follow([row])[0][0][0] * 1024 + 3, 3 << 32 | 1]]
+
+
+def test_penalised_rows_over_several_steps_get_the_answers_of_the_host_sampler() -> None:
+    vocab = 60
+    sampler = new_sampler(vocab)
+    params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5, min_tokens=2)
+    rows = [SamplingRow(params, 0, [i, 5, i], [], [0]) for i in range(2)]
+    logits = random_logits(random.Random(3), 2, vocab).nan_to_num(0.0)
+    for _ in range(4):
+        wanted = sample(logits, rows)
+        assert_same(step(sampler, logits, rows), wanted, rows)
+        for row, token in zip(rows, wanted, strict=True):
+            row.output_token_ids.append(token.token_id)
+            row.token_index += 1
+    assert len(set(rows[0].output_token_ids)) > 1
 
 
 def test_rows_that_outgrow_the_first_entries_get_more_room() -> None:
     vocab = 70
     sampler = new_sampler(vocab)
     sampler._make_room(4)
-    rows = [row_of(logit_bias={t: 100.0 for t in range(30, 40)}), row_of(), row_of(repetition_penalty=2.0)]
+    rows = [row_of(logit_bias=dict.fromkeys(range(30, 40), 100.0)), row_of(), row_of(repetition_penalty=2.0)]
     logits = random_logits(random.Random(1), 3, vocab).nan_to_num(0.0, 0.0, 0.0)
     assert_same(step(sampler, logits, rows), sample(logits, rows), rows)
-    assert sampler._entry_room >= 12
+    assert sampler._room >= 20
 
 
 # -- contract ----------------------------------------------------------------------------------------------------
@@ -208,8 +283,8 @@ def test_staging_on_another_thread_is_refused_and_collecting_is_not() -> None:
 
 
 def test_warm_up_leaves_a_sampler_that_answers_right() -> None:
-    sampler = new_sampler(20, max_rows=2)
+    sampler = new_sampler(4, max_rows=2)
     sampler.warm_up()
-    logits = torch.arange(40.0).reshape(2, 20)
+    logits = torch.arange(8.0).reshape(2, 4)
     rows = [row_of(temperature=0.0), row_of(top_k=1)]
-    assert [t.token_id for t in step(sampler, logits, rows)] == [19, 19]
+    assert [t.token_id for t in step(sampler, logits, rows)] == [3, 3]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import draw, exponential, logprobs, sampling
+from kernels import draw, exponential, logit_changes, logprobs, sampling
 from kernels.jit import jit, tl
-from kernels.sampling import DRAWN, LOGPROBS_SHIFT, NO_TOP_K, ROW_WORDS, SELECTS
+from kernels.sampling import ADJUSTED, DRAWN, LOGPROBS_SHIFT, NO_TOP_K, PENALIZED, ROW_WORDS, SELECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 INF, NAN = math.inf, math.nan
@@ -41,7 +41,7 @@ def _row_params(rows: int, vocab: int, device: torch.device, logprob_count: int 
     doubles = np.array([np.float32(filters["temperature"]), filters["top_p"]], dtype=np.float64).view(np.int64)
     least = math.ceil(filters["min_p"] * draw.one_for(vocab))
     what = DRAWN | (SELECTS if selects else 0) | (logprob_count + 1) << LOGPROBS_SHIFT
-    words = [[what, int(doubles[0]), top_k, int(doubles[1]), least, 1000 + i, i] for i in range(rows)]
+    words = [[what, int(doubles[0]), top_k, int(doubles[1]), least, 1000 + i, i, 0, 0, 0] for i in range(rows)]
     return torch.tensor(words, device=device)
 
 
@@ -120,26 +120,71 @@ def test_largest_when_rows_lie_apart_reads_no_logit_between_them(device: torch.d
     assert (flags == 0).all()
 
 
+# -- changes of single logits ----------------------------------------------------------------------------------------
+
+
+def _bits(*values: float) -> list[int]:
+    return np.array(values, dtype=np.float32).view(np.uint32).tolist()
+
+
 def test_adjust_then_restore_gives_the_logits_back(device: torch.device) -> None:
     logits = _random(2, 50).to(device)
+    logits[1, 7] = NAN
     before = logits.clone()
-    floats = np.array(
-        [[-INF, 1.0, 0.0], [2.5, 1.0, 0.0], [0.0, 1.7, 0.0], [0.0, 1.7, 0.0], [1.0, 0.5, 0.75]], np.float32
-    )
-    where = [(0, 3), (0, 49), (1, int(logits[1].argmax())), (1, int(logits[1].argmin())), (1, 0)]
-    bits = floats.view(np.uint32).astype(np.int64)
-    words = [[r << 32 | t, int(b[0]) << 32 | int(b[1]), int(b[2])] for (r, t), b in zip(where, bits, strict=True)]
-    entries = torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64)).to(device).reshape(-1)
-    saved = torch.empty(5, device=device)
-    sampling.adjust(logits, entries, 5, saved)
     wanted = before.clone()
-    for (row, token), (bias, penalty, subtrahend) in zip(where, floats, strict=True):
-        x = before[row, token].cpu().numpy() + bias
-        x = x / penalty if x > 0 else x * penalty
-        wanted[row, token] = float(x - subtrahend)
+    words = []
+    for row, token, bias in ((0, 3, -INF), (0, 49, 2.5), (1, 7, -INF), (1, 0, -100.0)):
+        words += [row << 32 | token, *_bits(bias)]
+        wanted[row, token] = bias if bias == -INF else before[row, token] + np.float32(bias)
+    entries, saved = torch.tensor(words, device=device), torch.empty(4, device=device)
+    logit_changes.adjust(logits, entries, 4, saved)
     assert torch.equal(logits, wanted)
-    sampling.restore(logits, entries, 5, saved)
+    logit_changes.restore(logits, entries, 4, saved)
+    assert torch.equal(logits.nan_to_num(0.5), before.nan_to_num(0.5))
+
+
+def test_penalize_then_unpenalize_gives_the_logits_back(device: torch.device) -> None:
+    logits = _random(3, 400).to(device)
+    before = logits.clone()
+    table = logit_changes.PenaltyTable(3, 300, device)
+    generator = torch.Generator().manual_seed(1)
+    row_params = _row_params(3, 400, device)
+    wanted = before.clone()
+    updates = []
+    for row, slot, length, penalties in ((0, 2, 300, (1.3, 0.25, -1.5)), (2, 0, 5, (0.7, 0.0, 0.0))):
+        tokens = torch.randperm(400, generator=generator)[:length]
+        counts = torch.randint(0, 4, (length,), generator=generator)
+        updates += [
+            [slot * 300 + i, int(t) << 32 | int(c)] for i, (t, c) in enumerate(zip(tokens, counts, strict=True))
+        ]
+        repetition, frequency, presence = _bits(*penalties)
+        row_params[row, 0] |= ADJUSTED | PENALIZED
+        row_params[row, 7], row_params[row, 8] = slot << 32 | length, repetition
+        row_params[row, 9] = torch.tensor(np.array(frequency << 32 | presence, dtype=np.uint64).view(np.int64))
+        wanted[row] = logit_changes.reference(before[row], tokens.to(device), counts.to(device), penalties)
+    table.update(torch.tensor(updates, device=device).reshape(-1), len(updates))
+    logit_changes.penalize(logits, row_params, table, 300)
+    assert torch.equal(logits, wanted)
+    assert not torch.equal(logits[0], before[0])
+    logit_changes.unpenalize(logits, row_params, table, 300)
     assert torch.equal(logits, before)
+
+
+def test_largest_when_rows_are_adjusted_looks_at_those_alone(device: torch.device) -> None:
+    logits = _random(4, 90).to(device)
+    logits[3, 5] = NAN
+    scratch, tokens, flags = _largest(logits)
+    before = tokens.clone()
+    row_params = _row_params(4, 90, device)
+    row_params[1:, 0] |= ADJUSTED
+    peaks = scratch.raw_peaks.clone()
+    logits[:] = -INF
+    logits[1, 77] = 1.0
+    sampling.largest(logits, scratch, tokens, flags, adjusted=row_params)
+    assert tokens[:2].tolist() == [int(before[0]), 77]
+    assert flags.tolist() == [0, 0, sampling.ALL_MASKED, sampling.NOT_FINITE]
+    assert torch.equal(scratch.raw_peaks, peaks)
+    assert scratch.peaks[:2].tolist() == [float(peaks[0]), 1.0]
 
 
 # -- draws -----------------------------------------------------------------------------------------------------------
