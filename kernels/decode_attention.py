@@ -8,11 +8,12 @@ at 4.27 TB/s. Everything here serves one end: always enough loads under way, eac
 * The query heads that share a key head are the rows of one matrix product (padded to 16, the least that tensor cores
   take), so a key or value is read once for all of them.
 * A row is cut into at most `splits` pieces of whole tiles. The cut is a function of the row's own length and of the
-  configuration, so a row's result does not depend on its neighbours. Cut rows leave partial sums in the scratch memory;
-  the piece that ends last (an atomic counter says which) adds them up, which saves a second launch per layer.
-* The grid is as many programs as the device holds at a time, whatever the lengths: each finds its pieces, every n-th of
-  all, from a prefix sum over the rows' piece counts. It is therefore the same in every replay of a captured graph, and
-  rows of very different lengths fill the device evenly.
+  configuration, and each piece has sums of its own, so a row's result does not depend on its neighbours.
+* The grid is as many programs as the device holds at a time, whatever the lengths, so it is the same in every replay of
+  a captured graph. The programs take turns at spans of successive pieces of one row and key head. A span is as long as
+  an even share of all tiles allows, for each begins with nothing under way: at the end of a piece the sums go to the
+  scratch memory while the loads of the next piece go on.
+* The program that ends a row's last piece (an atomic counter says which) adds them up, which saves a second launch.
 * The block id of the next tile is read one tile ahead, so that the loads of keys and values never wait for it. With
   `descriptors` a tile comes by the tensor memory unit, as one copy, where a tile lies in one page.
 
@@ -40,19 +41,20 @@ class DecodeConfig:
     per_sm: int  # programs per multiprocessor
     splits: int  # pieces of a row at most
     min_tiles: int  # tiles of a piece at least
+    rounds: int  # spans that a program has on average, where rows can be cut so far
     descriptors: bool = False  # load tiles by tensor descriptors; needs pages of whole tiles
 
 
 # Rows of a batch up to which the next two hold: pieces of a row at most, tiles of a piece at least. Few rows need many
-# short pieces to occupy the device; many rows occupy it anyway, and cutting them costs memory and the adding up.
-_CUTS = ((1, 32, 1), (4, 64, 2), (16, 64, 4), (64, 64, 8), (2**31, 16, 8))
+# short pieces to occupy the device; many rows occupy it anyway, and sums between pieces cost time and memory.
+_CUTS = ((1, 32, 2), (4, 64, 2), (16, 32, 4), (64, 16, 8), (2**31, 8, 16))
 
 
 def config_for(rows: int, head_dim: int, itemsize: int) -> DecodeConfig:
     """The configuration for a batch of `rows`. It depends on nothing that changes from step to step."""
     tile = max(16, min(64, 16384 // (next_power(head_dim) * itemsize)))
     splits, min_tiles = next((splits, tiles) for most, splits, tiles in _CUTS if rows <= most)
-    return DecodeConfig(tile=tile, stages=3, warps=4, per_sm=3, splits=splits, min_tiles=min_tiles)
+    return DecodeConfig(tile=tile, stages=4, warps=4, per_sm=2, splits=splits, min_tiles=min_tiles, rounds=2)
 
 
 @dataclass(slots=True)
@@ -116,16 +118,6 @@ def _pieces(length, most_pieces, least_tiles, TILE: tl.constexpr, WINDOW: tl.con
 
 
 @jit
-def _block_ids(table, tile, lanes, length, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Block of a tile, or of each of its tokens where a tile is not within one page."""
-    if PAGE % TILE == 0:
-        return tl.load(table + tile * TILE // PAGE)
-    else:
-        tokens = tile * TILE + lanes
-        return tl.load(table + tokens // PAGE, mask=tokens < length, other=0)
-
-
-@jit
 def _attend_tile(
     q,
     k,
@@ -150,7 +142,24 @@ def _attend_tile(
     return new_top, weights * shrink + fresh, acc
 
 
-@jit(do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles"])
+@jit
+def _spans(size, count, target):
+    """Pieces of a span, and spans, of rows with `count` pieces of `size` tiles: about `target` tiles to a span."""
+    pieces = tl.maximum((target + size - 1) // size, 1)
+    spans = (count + pieces - 1) // pieces
+    pieces = (count + spans - 1) // spans  # even ones
+    return pieces, (count + pieces - 1) // pieces
+
+
+@jit
+def _store_piece(partial, stats, slot, g, d, top, weights, acc, GROUP: tl.constexpr, DIM: tl.constexpr):
+    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    tl.store(partial + slot * (GROUP * DIM) + g[:, None] * DIM + d[None, :], acc, mask=real)
+    tl.store(stats + slot * (2 * GROUP) + g, top, mask=g < GROUP)
+    tl.store(stats + slot * (2 * GROUP) + GROUP + g, tl.sum(weights, 1), mask=g < GROUP)
+
+
+@jit(do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles", "rounds"])
 def _decode_kernel(
     q,  # [rows, heads, DIM], heads and elements dense
     pool,  # [blocks, 2, KV_HEADS, PAGE, DIM]
@@ -168,6 +177,7 @@ def _decode_kernel(
     scale,  # of scores in base 2: 1 / sqrt(head_dim) / ln 2
     most_pieces,  # of a row
     least_tiles,  # of a piece
+    rounds,  # spans of a program
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head
     GROUP_PAD: tl.constexpr,
@@ -178,7 +188,6 @@ def _decode_kernel(
     ROWS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -188,24 +197,44 @@ def _decode_kernel(
         tl.extra.cuda.gdc_wait()
     M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
     PIECE: tl.constexpr = PAGE * DIM  # elements of one block's keys of one head
-    row_ids = tl.arange(0, ROWS_PAD)
-    lens = tl.load(kv_lens + row_ids, mask=row_ids < rows, other=0)
-    _, _, _, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-    ends = tl.cumsum(tl.where(row_ids < rows, counts, 0), 0)
-    items = tl.max(ends, 0) * KV_HEADS
+    programs = tl.num_programs(0)
+    if ROWS_PAD == 1:
+        lens = tl.load(kv_lens)
+        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
+        target = (lasts - firsts) * KV_HEADS // (programs * rounds) + 1
+        even, ends = _spans(sizes, counts, target)
+        items = ends * KV_HEADS
+    else:
+        row_ids = tl.arange(0, ROWS_PAD)
+        lens = tl.load(kv_lens + row_ids, mask=row_ids < rows, other=0)
+        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
+        target = tl.sum(lasts - firsts, 0) * KV_HEADS // (programs * rounds) + 1
+        even, spans = _spans(sizes, counts, target)
+        ends = tl.cumsum(tl.where(row_ids < rows, spans, 0), 0)
+        items = tl.max(ends, 0) * KV_HEADS
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
     lanes = tl.arange(0, TILE)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+    for item in range(tl.program_id(0), items, programs):
         unit = item // KV_HEADS
         head = item % KV_HEADS
-        row = tl.sum((ends <= unit).to(tl.int32), 0)
-        split = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+        if ROWS_PAD == 1:
+            row = item * 0
+            span = unit
+            length = lens
+        else:
+            row = tl.sum((ends <= unit).to(tl.int32), 0)
+            span = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+            length = tl.load(kv_lens + row)
         row64 = row.to(tl.int64)
-        length = tl.load(kv_lens + row)
         first, last, size, count = _pieces(length, most_pieces, least_tiles, TILE, WINDOW)
-        begin = first + split * size
-        end = tl.minimum(begin + size, last)
+        pieces, all_spans = _spans(size, count, target)
+        piece = span * pieces
+        pieces = tl.minimum(pieces, count - piece)
+        begin = first + piece * size
+        end = tl.minimum(begin + pieces * size, last)
+        until = tl.where(count == 1, end + 1, tl.minimum(begin + size, end))  # the next end of a piece
+        slot = (row64 * KV_HEADS + head) * most_pieces + piece
         table = block_tables + row64 * table_stride
         heads = (head * GROUP + g)[:, None] * DIM + d[None, :]
         real = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -213,9 +242,9 @@ def _decode_kernel(
         top = tl.full([M], float("-inf"), tl.float32)
         weights = tl.zeros([M, TILE], tl.float32)
         acc = tl.zeros([M, DIM_PAD], tl.float32)
+        # A descriptor cannot leave out the slots past the row's end, so it is for whole tiles alone
+        whole = tl.minimum(end, length // TILE) if DESCRIPTORS else begin
         if DESCRIPTORS:
-            # Whole tiles; a descriptor cannot leave out the slots past the row's end
-            whole = tl.minimum(end, length // TILE)
             ahead = tl.load(table + begin * TILE // PAGE, mask=begin < whole, other=0)
             for tile in tl.range(begin, whole, num_stages=STAGES):
                 at = (ahead * (2 * KV_HEADS) + head) * PAGE + tile * TILE % PAGE
@@ -224,67 +253,64 @@ def _decode_kernel(
                 k = described.load([at, 0])
                 v = described.load([at + KV_HEADS * PAGE, 0])
                 top, weights, acc = _attend_tile(query, k, v, top, weights, acc, seen, scale, WINDOW > 0, PRECISION)
-            if whole < end:
-                rest = whole * TILE + lanes < length
-                if WINDOW > 0:
-                    rest &= whole * TILE + lanes >= length - WINDOW
-                block = tl.load(table + whole * TILE // PAGE).to(tl.int64)
-                tail = pool + block * (2 * KV_HEADS * PIECE) + head * PIECE + whole * TILE % PAGE * DIM
-                tail_keys = tail + lanes[:, None] * DIM + d[None, :]
-                tail_mask = rest[:, None] & (d < DIM)[None, :]
-                tail_k = tl.load(tail_keys, mask=tail_mask, other=0.0)
-                tail_v = tl.load(tail_keys + KV_HEADS * PIECE, mask=tail_mask, other=0.0)
-                top, weights, acc = _attend_tile(query, tail_k, tail_v, top, weights, acc, rest, scale, True, PRECISION)
+                if tile + 1 == until:
+                    _store_piece(partial, stats, slot, g, d, top, weights, acc, GROUP, DIM)
+                    top = tl.full([M], float("-inf"), tl.float32)
+                    weights = tl.zeros([M, TILE], tl.float32)
+                    acc = tl.zeros([M, DIM_PAD], tl.float32)
+                    slot += 1
+                    until = tl.minimum(until + size, end)
+        if PAGE % TILE == 0:
+            block = tl.load(table + whole * TILE // PAGE, mask=whole < end, other=0)
         else:
-            ahead = (
-                _block_ids(table, begin, lanes, length, PAGE, TILE)
-                if PAGE % TILE
-                else tl.load(table + begin * TILE // PAGE, mask=begin < end, other=0)
-            )
-            for tile in tl.range(begin, end, num_stages=STAGES):
-                tokens = tile * TILE + lanes
-                seen = tokens < length
-                if WINDOW > 0:
-                    seen &= tokens >= length - WINDOW
-                if PAGE % TILE == 0:
-                    at = pool + ahead.to(tl.int64) * (2 * KV_HEADS * PIECE) + head * PIECE + tile * TILE % PAGE * DIM
-                    ahead = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // PAGE)
-                    keys = at + lanes[:, None] * DIM + d[None, :]
-                else:
-                    at = pool + ahead.to(tl.int64) * (2 * KV_HEADS * PIECE) + head * PIECE + tokens % PAGE * DIM
-                    ahead = tl.load(table + (tokens + TILE) // PAGE, mask=tokens + TILE < length, other=0)
-                    keys = at[:, None] + d[None, :]
-                if DIM == DIM_PAD:
-                    k = tl.load(keys)
-                    v = tl.load(keys + KV_HEADS * PIECE, mask=seen[:, None], other=0.0)
-                else:
-                    k = tl.load(keys, mask=(d < DIM)[None, :], other=0.0)
-                    v = tl.load(keys + KV_HEADS * PIECE, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-                top, weights, acc = _attend_tile(query, k, v, top, weights, acc, seen, scale, True, PRECISION)
-        norm = tl.sum(weights, 1)
+            block = tl.load(table + (whole * TILE + lanes) // PAGE, mask=whole * TILE + lanes < length, other=0)
+        for tile in tl.range(whole, end, num_stages=1 if DESCRIPTORS else STAGES):
+            tokens = tile * TILE + lanes
+            visible = tokens < length
+            if WINDOW > 0:
+                visible &= tokens >= length - WINDOW
+            if PAGE % TILE == 0:
+                base = pool + block.to(tl.int64) * (2 * KV_HEADS * PIECE) + head * PIECE + tile * TILE % PAGE * DIM
+                block = tl.load(table + tl.minimum(tile + 1, end - 1) * TILE // PAGE)
+                keys = base + lanes[:, None] * DIM + d[None, :]
+            else:
+                base = pool + block.to(tl.int64) * (2 * KV_HEADS * PIECE) + head * PIECE + tokens % PAGE * DIM
+                block = tl.load(table + (tokens + TILE) // PAGE, mask=tokens + TILE < length, other=0)
+                keys = base[:, None] + d[None, :]
+            if DIM == DIM_PAD:
+                some_k = tl.load(keys)
+                some_v = tl.load(keys + KV_HEADS * PIECE, mask=visible[:, None], other=0.0)
+            else:
+                some_k = tl.load(keys, mask=(d < DIM)[None, :], other=0.0)
+                some_v = tl.load(keys + KV_HEADS * PIECE, mask=visible[:, None] & (d < DIM)[None, :], other=0.0)
+            top, weights, acc = _attend_tile(query, some_k, some_v, top, weights, acc, visible, scale, True, PRECISION)
+            if tile + 1 == until:
+                _store_piece(partial, stats, slot, g, d, top, weights, acc, GROUP, DIM)
+                top = tl.full([M], float("-inf"), tl.float32)
+                weights = tl.zeros([M, TILE], tl.float32)
+                acc = tl.zeros([M, DIM_PAD], tl.float32)
+                slot += 1
+                until = tl.minimum(until + size, end)
         if count == 1:
-            # A row of no tokens has a norm of 0 and sums of 0
-            norm = tl.where(norm == 0.0, 1.0, norm)
+            norm = tl.sum(weights, 1)
+            norm = tl.where(norm == 0.0, 1.0, norm)  # a row of no tokens
             tl.store(out + row64 * out_stride + heads, acc / norm[:, None], mask=real)
         else:
-            slot = (row64 * KV_HEADS + head) * most_pieces  # the first of this row's and head's pieces
-            tl.store(partial + (slot + split) * (GROUP * DIM) + g[:, None] * DIM + d[None, :], acc, mask=real)
-            tl.store(stats + (slot + split) * (2 * GROUP) + g, top, mask=g < GROUP)
-            tl.store(stats + (slot + split) * (2 * GROUP) + GROUP + g, norm, mask=g < GROUP)
             tl.debug_barrier()  # the stores of all threads come before the one thread's release
-            ended = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
-            if ended == count - 1:
-                tl.store(counters + row * KV_HEADS + head, 0)
+            counter = counters + row * KV_HEADS + head
+            ended = tl.atomic_add(counter, pieces, sem="acq_rel", scope="gpu")
+            if ended + pieces == count:
+                tl.store(counter, 0)
+                whole_slot = (row64 * KV_HEADS + head) * most_pieces
                 _combine(
-                    partial + slot * (GROUP * DIM),
-                    stats + slot * (2 * GROUP),
+                    partial + whole_slot * (GROUP * DIM),
+                    stats + whole_slot * (2 * GROUP),
                     out + row64 * out_stride + head * GROUP * DIM,
                     count,
                     GROUP,
                     GROUP_PAD,
                     DIM,
                     DIM_PAD,
-                    SPLITS_PAD,
                 )
 
 
@@ -298,38 +324,36 @@ def _combine(
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
 ):
     """Adds up the pieces of one row and key head. Read past the first cache, which may hold the last launch's."""
-    STEP: tl.constexpr = (
-        SPLITS_PAD if SPLITS_PAD * GROUP_PAD * DIM_PAD < 4096 else max(1, 4096 // (GROUP_PAD * DIM_PAD))
-    )
+    STEP: tl.constexpr = max(1, 8192 // (GROUP_PAD * DIM_PAD))
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
-    s = tl.arange(0, SPLITS_PAD)
-    live = (s < count)[:, None] & (g < GROUP)[None, :]
-    at = stats + s[:, None] * (2 * GROUP) + g[None, :]
-    tops = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-    norms = tl.load(at + GROUP, mask=live, other=0.0, cache_modifier=".cg")
-    top = tl.max(tops, 0)
-    top = tl.where(g < GROUP, top, 0.0)
-    norm = tl.sum(norms * tl.exp2(tops - top[None, :]), 0)
-    norm = tl.where(g < GROUP, norm, 1.0)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     steps = tl.arange(0, STEP)
-    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    norm = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for begin in range(0, count, STEP):
         piece = begin + steps
         there = (piece < count)[:, None] & (g < GROUP)[None, :]
         stat = stats + piece[:, None] * (2 * GROUP) + g[None, :]
-        piece_tops = tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg")
+        tops = tl.load(stat, mask=there, other=float("-inf"), cache_modifier=".cg")
+        norms = tl.load(stat + GROUP, mask=there, other=0.0, cache_modifier=".cg")
         sums = tl.load(
             partial + piece[:, None, None] * (GROUP * DIM) + g[None, :, None] * DIM + d[None, None, :],
             mask=there[:, :, None] & (d < DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(sums * tl.exp2(piece_tops - top[None, :])[:, :, None], 0)
+        tops = tl.where((g < GROUP)[None, :], tops, 0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        grown = tl.exp2(tops - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        norm = norm * shrink + tl.sum(norms * grown, 0)
+        acc = acc * shrink[:, None] + tl.sum(sums * grown[:, :, None], 0)
+        top = new_top
+    norm = tl.where(g < GROUP, norm, 1.0)
+    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
     tl.store(out + g[:, None] * DIM + d[None, :], acc / norm[:, None], mask=real)
 
 
@@ -386,6 +410,7 @@ def decode_attention(
         (scale or dim**-0.5) * math.log2(math.e),
         config.splits,
         config.min_tiles,
+        config.rounds,
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_PAD=next_power(group),
@@ -393,10 +418,9 @@ def decode_attention(
         DIM_PAD=next_power(dim),
         PAGE=page,
         WINDOW=window,
-        ROWS_PAD=next(size for size in (16, 64, 256, 1024, 4096, 16384) if size >= rows),
+        ROWS_PAD=next(size for size in (1, 128, 512, 2048, 8192) if size >= rows),
         TILE=config.tile,
         STAGES=config.stages,
-        SPLITS_PAD=max(64, next_power(config.splits)),
         DESCRIPTORS=descriptors,
         PRECISION="ieee",
         **pdl_options(q),

@@ -325,7 +325,7 @@ def prefill_attention(
         DIM_PAD=next_power(dim),
         PAGE=page,
         WINDOW=window,
-        ROWS_PAD=next(size for size in (16, 64, 256, 1024, 4096, 16384) if size >= rows),
+        ROWS_PAD=next(size for size in (128, 512, 2048, 8192) if size >= rows),
         BLOCK=config.block,
         TILE=config.tile,
         STAGES=config.stages,

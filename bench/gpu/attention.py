@@ -212,17 +212,17 @@ def decode_candidates(rows: int) -> list[decode.DecodeConfig]:
     for descriptors, stages, per_sm in (
         (False, 3, 2),
         (False, 4, 2),
-        (False, 2, 4),
+        (False, 6, 1),
         (True, 3, 2),
-        (True, 3, 3),
         (True, 4, 2),
-        (True, 2, 4),
+        (True, 6, 1),
     ):
         found.append(dataclasses.replace(base, descriptors=descriptors, stages=stages, per_sm=per_sm))
-    found.append(dataclasses.replace(base, tile=128, stages=2, per_sm=3))
     found.append(dataclasses.replace(base, warps=8))
-    for splits, min_tiles in ((8, 4), (8, 8), (16, 8), (16, 16), (32, 4), (64, 2), (64, 4), (1, 1)):
-        found.append(dataclasses.replace(base, splits=splits, min_tiles=min_tiles))
+    cuts = ((32, 1), (32, 2), (32, 4), (64, 4)) if rows <= 4 else ((64, 4), (16, 8), (8, 16), (4, 32), (1, 1))
+    for splits, min_tiles in cuts:
+        for rounds in (1,) if rows <= 4 else (1, 2, 4):
+            found.append(dataclasses.replace(base, splits=splits, min_tiles=min_tiles, rounds=rounds))
     return list(dict.fromkeys(found))
 
 
