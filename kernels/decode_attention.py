@@ -143,12 +143,11 @@ def _attend_tile(
 
 
 @jit
-def _spans(size, count, target):
-    """Pieces of a span, and spans, of rows with `count` pieces of `size` tiles: about `target` tiles to a span."""
+def _span(size, count, target):
+    """Pieces of a span, for rows of `count` pieces of `size` tiles: evenly, and so that it has about `target` tiles."""
     pieces = tl.maximum((target + size - 1) // size, 1)
     spans = (count + pieces - 1) // pieces
-    pieces = (count + spans - 1) // spans  # even ones
-    return pieces, (count + pieces - 1) // pieces
+    return (count + spans - 1) // spans
 
 
 @jit
@@ -202,15 +201,16 @@ def _decode_kernel(
         lens = tl.load(kv_lens)
         firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
         target = (lasts - firsts) * KV_HEADS // (programs * rounds) + 1
-        even, ends = _spans(sizes, counts, target)
+        spanned = _span(sizes, counts, target)
+        ends = (counts + spanned - 1) // spanned
         items = ends * KV_HEADS
     else:
         row_ids = tl.arange(0, ROWS_PAD)
         lens = tl.load(kv_lens + row_ids, mask=row_ids < rows, other=0)
         firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
         target = tl.sum(lasts - firsts, 0) * KV_HEADS // (programs * rounds) + 1
-        even, spans = _spans(sizes, counts, target)
-        ends = tl.cumsum(tl.where(row_ids < rows, spans, 0), 0)
+        spanned = _span(sizes, counts, target)
+        ends = tl.cumsum(tl.where(row_ids < rows, (counts + spanned - 1) // spanned, 0), 0)
         items = tl.max(ends, 0) * KV_HEADS
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
@@ -228,7 +228,7 @@ def _decode_kernel(
             length = tl.load(kv_lens + row)
         row64 = row.to(tl.int64)
         first, last, size, count = _pieces(length, most_pieces, least_tiles, TILE, WINDOW)
-        pieces, all_spans = _spans(size, count, target)
+        pieces = _span(size, count, target)
         piece = span * pieces
         pieces = tl.minimum(pieces, count - piece)
         begin = first + piece * size

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Against float64 at the same inputs: for bfloat16 weights and result are rounded once; sums are in float32, one addition
+# Against float64 at the same inputs: for bfloat16 weights and result are rounded once; sums are in float32, one summand
 # after the other, which for rows of 33,000 tokens loses some 5e-6 of a result that is small against its summands
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-3}
 GROUPS = {1: (8, 8), 4: (32, 8), 8: (32, 4)}  # query heads per key head: heads, key heads
