@@ -452,9 +452,9 @@ def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return torch.nn.functional.silu(gate) * up
 
 
-# (gated, N of the weight, K) to configurations by the most rows they serve, ascending. Rows above the last one, and
-# shapes that are not listed, are left to cuBLAS.
-Entry = tuple[tuple[int, Config], ...]
+# (gated, N of the weight, K) to configurations by the most rows they serve, ascending; None is cuBLAS, which also gets
+# rows above the last one and shapes that are not listed.
+Entry = tuple[tuple[int, Config | None], ...]
 TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType(
     {
         # Llama-3.1-8B and Qwen3-8B on an H200; one row is behind a norm, so with PDL
@@ -492,6 +492,7 @@ def configs_for(weight: torch.Tensor, *, gated: bool = False) -> dict[int, Confi
     chosen: dict[int, Config] = {}
     begin = 1
     for last, config in TABLE.get((gated, weight.shape[0], weight.shape[1]), ()):
-        chosen.update(dict.fromkeys(range(begin, last + 1), config))
+        if config is not None:
+            chosen.update(dict.fromkeys(range(begin, last + 1), config))
         begin = last + 1
     return chosen

@@ -242,7 +242,7 @@ def first_token(core: EngineCore, tokens: int, prompts: int = 1) -> tuple[float,
     keys = [f"{time.monotonic_ns()}-{i}" for i in range(prompts)]
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     adds = [
-        AddRequest(key, RunMode.LOCAL, torch.randint(3, 1000, (tokens,), generator=generator).tolist(), params)
+        AddRequest(key, RunMode.LOCAL, torch.randint(3, 500, (tokens,), generator=generator).tolist(), params)
         for key in keys
     ]
     missing, statuses = set(keys), set()
