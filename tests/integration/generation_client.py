@@ -36,7 +36,14 @@ class Answer:
     attempts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    graph_status: str = ""  # of the prefill graph, the same in every message of the choice
     timeline: dict[str, float] = field(default_factory=dict)
+
+
+def assert_same_answer(found: Answer, expected: Answer) -> None:
+    """Tokens, text, end, and how the prompt was computed; ids, times and the path may differ."""
+    for name in ("token_ids", "text", "finish_reason", "stop_token_id", "prompt_tokens", "graph_status"):
+        assert getattr(found, name) == getattr(expected, name), name
 
 
 def request_of(
@@ -112,6 +119,11 @@ class Generation:
         if message.finish_reason:
             answer.finish_reason = FINISH[message.finish_reason]
             answer.stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
+        status = message.baton.prefill_cuda_graph_status
+        # Whoever had the first token had computed the prompt; an abort may come before.
+        assert status or not message.tokens, f"no prefill CUDA-graph status in {message}"
+        assert answer.graph_status in ("", status), f"{status!r} after {answer.graph_status!r}"
+        answer.graph_status = status
         for each in self._answers:
             if message.HasField("baton"):
                 each.path, each.attempts = message.baton.path or each.path, message.baton.attempts
