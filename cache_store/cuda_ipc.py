@@ -44,16 +44,25 @@ def _check(what: str, status: int) -> None:
         raise MemoryUnavailable(f"{what}: {(name.value or b'error').decode()} ({status})")
 
 
-def export(pointer: int) -> tuple[bytes, int]:
-    """(handle, offset): the handle of the allocation that holds the device pointer, and where in it that points.
+class Exports:
+    """Handles of this process's allocations, each made once: layers that share an allocation share its handle."""
 
-    The device's context must be current. Raises MemoryUnavailable.
-    """
-    driver = _driver()
-    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    _check("cuMemGetAddressRange", driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer))
-    _check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(ctypes.byref(handle), base.value))
-    return bytes(handle.reserved), pointer - base.value
+    def __init__(self) -> None:
+        self._handles: dict[int, bytes] = {}
+
+    def locate(self, pointer: int) -> tuple[bytes, int]:
+        """(handle, offset): the handle of the allocation that holds the device pointer, and where in it that points.
+
+        The device's context must be current. Raises MemoryUnavailable.
+        """
+        driver = _driver()
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        _check("cuMemGetAddressRange", driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer))
+        if base.value not in self._handles:
+            handle = _Handle()
+            _check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(ctypes.byref(handle), base.value))
+            self._handles[base.value] = bytes(handle.reserved)
+        return self._handles[base.value], pointer - base.value
 
 
 @dataclass

@@ -90,10 +90,10 @@ class CudaDevice:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def share(self, layers: Mapping[tuple[str, int], torch.Tensor]) -> pb.SharedPool:
-        shared = pb.SharedPool(kind=KIND)
+        shared, exports = pb.SharedPool(kind=KIND), cuda_ipc.Exports()
         with torch.cuda.device(self._device):
             for (group, layer), tensor in layers.items():
-                handle, offset = cuda_ipc.export(tensor.data_ptr())
+                handle, offset = exports.locate(tensor.data_ptr())
                 shared.layers.add(group=group, layer=layer, handle=handle, offset=offset, bytes=tensor.numel())
         return shared
 

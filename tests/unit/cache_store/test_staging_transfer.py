@@ -239,6 +239,11 @@ def test_publish_when_the_device_is_not_there_yet_then_nothing_is_read_before_it
         prefill.agent.publish(KEY, "full", layer, 2, mark)
     prefill.agent.computed(KEY, prefill_result(), True)  # the host may say so before the last mark is looked at
     until(lambda: prefill.agent.stats().readers == 1, "the load is open")
+    prefill.admit(key_of(2), [9])
+    until(lambda: prefill.agent._table.get(key_of(2)) is not None, "what was said until now has been heard")
+    assert prefill.agent._table.get(KEY).published == 0  # type: ignore[union-attr]
+    prefill.agent.fail(key_of(2), BatonError(ErrorCode.CANCELLED))
+    prefill.lease_ended()
     for layer in prefill.memory["full"]:
         layer[[5, 6]] ^= 0xFF  # what the device computes
     mark.reached.set()
