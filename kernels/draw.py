@@ -593,6 +593,7 @@ def reference(
     """Tokens int64 [rows] of draws with the same parameters for each row, by sorting; uniforms: float64 [rows]."""
     rows, vocab = logits.shape
     x = logits.float()
+    x = torch.where(x == 0.0, 0.0, x)  # a sort may tell the zeros apart
     peaks = x.amax(dim=1, keepdim=True)
     heat = torch.tensor(temperature, dtype=torch.float32, device=x.device).clamp_min(1e-30)
     weights = (exponentials.reference((x - peaks) / heat) * one_for(vocab)).round().double()

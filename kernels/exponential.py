@@ -97,4 +97,5 @@ def reference(x: torch.Tensor) -> torch.Tensor:
         above = fused(above, r, coefficient)
     for coefficient in _Q[1:]:
         below = fused(below, r, coefficient)
-    return torch.where(x < _LOWEST, 0.0, torch.ldexp(above / below, q.int()))
+    power = ((q.int() + 127) << 23).view(torch.float32)
+    return torch.where(x < _LOWEST, 0.0, above / below * power)

@@ -162,6 +162,7 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities float64 [rows] and ranks [rows] of tokens, then ids and log-probabilities [rows, tops]."""
     x = logits.float()
+    x = torch.where(x == 0.0, 0.0, x)  # a sort may tell the zeros apart
     peaks = x.amax(dim=1, keepdim=True)
     sums = exponential_reference(x - peaks).double().sum(dim=1, keepdim=True)
     everything = x.double() - peaks.double() - sums.log()
