@@ -116,6 +116,8 @@ class Engine:
                     name = item.name.removeprefix("baton_kv_transfer_")
                     found["observed"][name] = found["observed"].get(name, 0.0) + item.value
                     found["transport"] = item.labels.get("transport", "")
+        for end in message.staged_ends:
+            self._pipe.send((f"staged {end.request_key}", {"events": {e.name: e.at_ns for e in end.events}}))
         for output in message.outputs:
             found = self._open[output.request_key]
             for token in output.tokens:
@@ -124,6 +126,7 @@ class Engine:
             if output.error is not None:
                 found["error"] = f"{output.error.code} {output.error.message} {dict(output.error.metadata)}"
             if output.last:
+                found["events"] = {event.name: event.at_ns for event in output.events}
                 self._pipe.send((output.request_key, self._open.pop(output.request_key)))
 
 
@@ -204,6 +207,7 @@ def one_round(p: Remote, d: Remote, prompts: Callable[[], list[int]], number: st
     d.add(key, "decode", prompt, NEW_TOKENS, p.source)
     p.add(key, "prefill", prompt, NEW_TOKENS)
     prefill, pd = p.result(key), d.result(key)
+    staged = p.result(f"staged {key}")["events"]
     # A load that begins afterwards.
     key = f"late{number}#0.00000001"
     prompt = prompts()
@@ -211,6 +215,7 @@ def one_round(p: Remote, d: Remote, prompts: Callable[[], list[int]], number: st
     p.result(key)
     d.add(key, "decode", prompt, NEW_TOKENS, p.source)
     late = d.result(key)
+    p.result(f"staged {key}")
     alone, exposed = late["observed"]["seconds"], pd["observed"]["exposed_seconds"]
     return {
         "transport": pd["transport"],
@@ -225,8 +230,16 @@ def one_round(p: Remote, d: Remote, prompts: Callable[[], list[int]], number: st
         "load_to_second_token_s": pd["times"][1] - pd["times"][0],
         "decode_complete_pd_s": pd["times"][0],
         "same_tokens": prefill["tokens"][:1] + pd["tokens"][1:] == local["tokens"] and pd["tokens"] == local["tokens"],
-        "transfer_observed": pd["observed"],
+        "timeline_ms": timeline(staged, pd["events"]),
+        "timeline_late_ms": timeline({}, late["events"]),
     }
+
+
+def timeline(staged: dict[str, int], load: dict[str, int]) -> dict[str, float]:
+    """Milliseconds from the begin of the load, on the clock that all processes of the machine share."""
+    begin = load["load_started"]
+    events = {f"P {name}": at for name, at in staged.items()} | {f"D {name}": at for name, at in load.items()}
+    return {name: round((at - begin) / 1e6, 3) for name, at in sorted(events.items(), key=lambda item: item[1])}
 
 
 def engines(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -285,6 +298,10 @@ def measure(arguments: argparse.Namespace, p: Remote, decodes: dict[str, Remote]
         }
         size = found[0]["bytes"]
         same = all(row["same_tokens"] for row in found)
+        last = {
+            name: at for name, at in found[-1]["timeline_ms"].items() if name[2:].startswith(("layer", "comp", "load"))
+        }
+        print(f"{transport}: the end of a round, ms: {dict(list(last.items())[-10:])}", flush=True)
         report[transport] = {**middle, "same_tokens": same, "gb_per_s_alone": size / middle["alone_s"] / 1e9}
         print(
             f"{transport}: {size / 1e9:.2f} GB alone {1e3 * middle['alone_s']:.1f} ms "
