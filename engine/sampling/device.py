@@ -116,6 +116,7 @@ class DeviceSampler:
         self._logprobs: logprob_kernels.LogprobScratch | None = None
         self._outboxes = [self._outbox(None) for _ in range(_GENERATIONS)]
         self._sends = 0
+        self._latest: Pending | None = None
         self._stages = 0
         self._owner = 0
         self._make_room(_FIRST_ROOM)
@@ -328,7 +329,7 @@ class DeviceSampler:
         if outbox.event is not None:
             outbox.event.record()
         self._sends += 1
-        self._latest = Pending(
+        self._latest = sent = Pending(
             rows=self._rows,
             plain=self._plain,
             outcome=outbox.outcome.numpy(),
@@ -336,15 +337,17 @@ class DeviceSampler:
             event=outbox.event,
             number=self._sends,
         )
-        return self._latest
+        return sent
 
     def collect(self, pending: Pending | None = None) -> list[SampledToken]:
         """Waits for a send, by default the latest, and answers one SampledToken per row. May run on any thread.
 
-        A failure says why a row has no token, as `engine.sampling.sample` would. Raises RuntimeError when the results
-        were overwritten.
+        A failure says why a row has no token, as `engine.sampling.sample` would. Raises RuntimeError when nothing was
+        sent, or the results were overwritten.
         """
         pending = pending or self._latest
+        if pending is None:
+            raise RuntimeError("collect before any send")
         if self._sends - pending.number >= _GENERATIONS:
             raise RuntimeError(f"results of send {pending.number} were overwritten: {self._sends} were made since")
         if pending.event is not None:

@@ -255,6 +255,8 @@ def test_misuse_is_refused_by_name() -> None:
     sampler = new_sampler(5, max_rows=2)
     with pytest.raises(ValueError, match="max_rows"):
         sampler.stage([row_of()] * 3)
+    with pytest.raises(RuntimeError, match="before any send"):
+        sampler.collect()
     sampler.stage([row_of()])
     with pytest.raises(ValueError, match="1 rows were staged"):
         sampler.run(torch.zeros(2, 5))
