@@ -79,14 +79,17 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         kv: KvCache | None = None,
+        embedding_size: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before."""
+        """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before.
+        `embedding_size`: numbers of a row that may stand in place of a token's embedding; 0: the model takes none."""
         limits = Limits.of(
             config,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
+            embedding_size=embedding_size,
         )
         self.runner = runner
         self.agent = agent

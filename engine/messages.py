@@ -15,6 +15,8 @@ from enum import StrEnum
 
 import msgspec
 
+from rpc.input_embeddings import InputEmbedding
+
 PROTOCOL_VERSION = 1
 
 
@@ -71,6 +73,7 @@ class AddRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     arrival_ns: int = 0
     deadline_ns: int = 0  # 0: none; passing it ends the request with 603 GENERATE_TIMEOUT
     kv_source: KvSource | None = None  # set if and only if mode is DECODE
+    input_embeddings: list[InputEmbedding] = []  # in place of those of prompt tokens
 
 
 class AbortRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -258,6 +261,7 @@ class EngineReady(msgspec.Struct, omit_defaults=True):
     stats: EngineStats  # at the start, so that the ledger is known before the first step
     cuda_version: str = ""
     captured: list[CapturedGraphs] = []
+    embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
 
 
 class EngineFailed(msgspec.Struct):

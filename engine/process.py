@@ -215,6 +215,8 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         decode_graphs = runner.capture_decode_graphs(sizes, debug_folder)
         captured += [decode_graphs] if decode_graphs is not None else []
     prefill_graphs.finish(kv)
+    if on_cuda:
+        runner.warm_up()
     engine_id = secrets.token_hex(16)
     identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
     pool = kv_pool(identity.groups, runner.kv_layers, runner.device.type)
@@ -229,6 +231,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
         kv=kv,
+        embedding_size=runner.embedding_size,
     )
     ready = EngineReady(
         engine_id=engine_id,
@@ -248,6 +251,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         torch_version=str(torch.__version__),
         load_seconds=time.monotonic() - began,
         captured=captured + prefill_graphs.captured,
+        embedding_size=runner.embedding_size,
         stats=core.stats(),
     )
     return core, ready

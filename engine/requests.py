@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.input_embeddings import EmbeddingRows
 from engine.kv_cache.cache import Allocation, Chains
 from engine.messages import (
     AddRequest,
@@ -95,6 +96,7 @@ class Request:
         "compute_here",
         "computed",
         "deadline_s",
+        "embeddings",
         "error",
         "events",
         "generating",
@@ -125,7 +127,13 @@ class Request:
     )
 
     def __init__(
-        self, add: AddRequest, sequence: int, time: StepTime, chains: Chains, eos_token_ids: Sequence[int]
+        self,
+        add: AddRequest,
+        sequence: int,
+        time: StepTime,
+        chains: Chains,
+        eos_token_ids: Sequence[int],
+        embeddings: tuple[EmbeddingRows, ...] = (),
     ) -> None:
         self.add = add
         self.key = add.request_key
@@ -137,6 +145,7 @@ class Request:
         self.tokens = self.prompt + self.outputs
         self.given = len(self.outputs)
         self.chains = chains
+        self.embeddings = embeddings  # in place of those of prompt tokens
         self.time = time
         self.deadline_s = add.deadline_ns / 1e9 if add.deadline_ns else 0.0  # 0: none
         self.since_s = time.now  # begin of its wait

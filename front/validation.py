@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from engine.messages import AddRequest, KvSource, RunMode, SamplingParams
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import RequestKey, check_request_id, split_request_key
+from rpc.input_embeddings import InputEmbedding, check_input_embeddings
 
 _SamplingField = Literal["max_tokens", "seed", "temperature", "top_p", "repetition_penalty"]
 
@@ -42,6 +43,7 @@ class ModelFacts:
     served_names: tuple[str, ...]
     vocab_size: int
     max_model_len: int
+    embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
 
 
 def missing(name: str) -> BatonError:
@@ -109,6 +111,8 @@ def read_request(
     _check_vocabulary("input.prompt_token_ids", prompt, facts.vocab_size)
     _check_vocabulary("input.output_token_ids", output, facts.vocab_size)
     sampling = _read_sampling(message, facts.vocab_size, len(output), single_token)
+    embeddings = read_embeddings(message.input_embeddings)
+    check_input_embeddings(embeddings, len(prompt), facts.embedding_size)
     return AddRequest(
         request_key=message.request_key,
         mode=mode,
@@ -120,7 +124,17 @@ def read_request(
         arrival_ns=arrival_ns,
         deadline_ns=deadline_ns,
         kv_source=kv_source,
+        input_embeddings=embeddings,
     )
+
+
+def read_embeddings(messages: Iterable[common_pb2.InputEmbedding]) -> list[InputEmbedding]:
+    found = []
+    for message in messages:
+        if not message.HasField("location"):
+            raise missing("input_embeddings.location")
+        found.append(InputEmbedding(message.location, message.values, message.dtype or "float32"))
+    return found
 
 
 def read_kv_source(message: common_pb2.KvSource) -> KvSource:

@@ -14,27 +14,69 @@ _MOST_COLUMNS = 2048  # per program
 
 
 @jit(do_not_specialize=["table_stride"])
-def _embed_kernel(token_ids, table, out, table_stride, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr):
+def _embed_kernel(
+    token_ids,
+    table,
+    taken,
+    replacements,
+    out,
+    table_stride,
+    HIDDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REPLACES: tl.constexpr,
+):
     """Programs (token, share of its columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < HIDDEN
     row = tl.load(token_ids + token).to(tl.int64)
-    values = tl.load(table + row * table_stride + column, mask=inside, other=0.0)
-    tl.store(out + token * HIDDEN + column, values.to(tl.float32), mask=inside)
+    values = tl.load(table + row * table_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if REPLACES:
+        replaced = tl.load(taken + token) != 0
+        other = tl.load(replacements + token * HIDDEN + column, mask=inside & replaced, other=0.0)
+        values = tl.where(replaced, other, values)
+    tl.store(out + token * HIDDEN + column, values, mask=inside)
 
 
-def embed(token_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """float32 [tokens, hidden]. token_ids: int64 or int32 [tokens], each below vocab; table: [vocab, hidden]."""
+def embed(
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    taken: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float32 [tokens, hidden]. token_ids: int64 or int32 [tokens], each below vocab; table: [vocab, hidden].
+
+    Where taken (int32 [tokens]) is not 0, the row of values (float32 [tokens, hidden]) stands in place of the table's.
+    """
     tokens, hidden = token_ids.shape[0], table.shape[1]
     if out is None:
         out = torch.empty(tokens, hidden, dtype=torch.float32, device=table.device)
     columns = min(triton.next_power_of_2(hidden), _MOST_COLUMNS)
     _embed_kernel[(tokens, triton.cdiv(hidden, columns))](
-        token_ids, table, out, table.stride(0), HIDDEN=hidden, COLUMNS=columns, num_warps=4
+        token_ids,
+        table,
+        taken,
+        values,
+        out,
+        table.stride(0),
+        HIDDEN=hidden,
+        COLUMNS=columns,
+        REPLACES=taken is not None,
+        num_warps=4,
     )
     return out
 
 
-def reference(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return table[token_ids].float()
+def reference(
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    taken: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows = table[token_ids].float()
+    if taken is None or values is None:
+        return rows
+    return torch.where(taken.bool().unsqueeze(1), values, rows)

@@ -18,6 +18,7 @@ from router.trace_context import trace_context
 from router.validation import GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id
+from rpc.input_embeddings import InputEmbedding
 from rpc.server import REQUEST_ID_KEY, current_call
 from rpc.stages import in_stage
 
@@ -135,6 +136,7 @@ def generation_params(request: generation_pb2.GenerateRequest, streamed: bool) -
         stream=streamed,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        input_embeddings=_input_embeddings(request.input_embeddings),
     )
     if request.HasField("n"):
         params.n = request.n
@@ -161,6 +163,16 @@ def generation_params(request: generation_pb2.GenerateRequest, streamed: bool) -
         case "messages":
             params.messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
     return params
+
+
+def _input_embeddings(messages: Iterable[common_pb2.InputEmbedding]) -> list[InputEmbedding]:
+    found = []
+    for number, message in enumerate(messages):
+        if not message.HasField("location"):
+            name = f"input_embeddings[{number}].location"
+            raise BatonError(ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, f"{name} is required", param=name)
+        found.append(InputEmbedding(message.location, message.values, message.dtype or "float32"))
+    return found
 
 
 class _Generation:

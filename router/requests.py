@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rpc.deadline import Deadline
+from rpc.input_embeddings import InputEmbedding
 
 if TYPE_CHECKING:
     from router.open_requests import OpenRequest
@@ -67,6 +68,7 @@ class RouterRequest:
     stream: bool = False
     cache_salt: str = ""
     priority: int = 0
+    input_embeddings: tuple[InputEmbedding, ...] = ()  # in place of those of prompt tokens
     session_id: str = ""
     pin_prefill: str = ""
     pin_decode: str = ""

@@ -18,6 +18,7 @@ from router.requests import Api, ModelFacts, RouterRequest, Sampling
 from router.text.chat_template import ChatTemplate, missing_template
 from router.text.tokenizer import Tokenizer
 from rpc.errors import BatonError, ErrorCode
+from rpc.input_embeddings import InputEmbedding, check_input_embeddings
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
@@ -70,6 +71,7 @@ class GenerationParams:
     stream: bool = False
     priority: int | None = None
     cache_salt: str = ""
+    input_embeddings: Sequence[InputEmbedding] = ()  # of a single prompt
     session_id: str = ""
     pin_prefill: str = ""
     pin_decode: str = ""
@@ -225,6 +227,9 @@ class RequestValidator:
         facts = self.model()
         name = check_model(params.model, facts)
         prompts = [self._fit(prompt, params, facts.max_model_len) for prompt in await self._prompts(params, facts)]
+        for prompt in prompts:
+            # How long a row is, the servers know.
+            check_input_embeddings(params.input_embeddings, len(prompt.token_ids))
         n = params.n or 1
         candidates = max(n, params.best_of or n)
         if len(prompts) * candidates > MAX_SEQUENCES:
@@ -243,6 +248,7 @@ class RequestValidator:
                 stream=params.stream,
                 cache_salt=params.cache_salt,
                 priority=params.priority or 0,
+                input_embeddings=tuple(params.input_embeddings),
                 session_id=params.session_id,
                 pin_prefill=params.pin_prefill,
                 pin_decode=params.pin_decode,

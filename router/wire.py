@@ -54,6 +54,10 @@ def generate_input(
         cache_salt=request.cache_salt,
         priority=request.priority,
         model=model,
+        input_embeddings=[
+            common_pb2.InputEmbedding(location=item.location, values=item.values, dtype=item.dtype)
+            for item in request.input_embeddings
+        ],
     )
 
 

@@ -11,11 +11,13 @@ import torch
 
 from engine.layers.device_linear import DeviceGated, DeviceLinear
 from engine.layers.linear import Linear
+from engine.layers.override import Override
 from engine.layers.rotary import Rotary
 from engine.models.config import ModelConfig
 from engine.models.rope_config import RopeConfig
 from engine.models.step import ForwardStep
 from kernels import embedding, qkv, rms_norm, rotary
+from kernels.small_gemm import Normed
 
 
 class DeviceNorm:
@@ -49,6 +51,16 @@ class DeviceStream:
         self.delta = None
         return out
 
+    def through(self, norm: DeviceNorm, product: DeviceLinear | DeviceGated) -> torch.Tensor:
+        if self.residual.shape[0] > 1 or not product.takes_normed:
+            return product(self.read(norm))
+        # Every program of the product reads the old sum while one writes the new one
+        total = None if self.delta is None else torch.empty_like(self.residual)
+        row = Normed(self.residual, self.delta, norm.weight, norm.eps, total)
+        if total is not None:
+            self.residual, self.delta = total, None
+        return product.of_normed(row)
+
     def add(self, linear: Linear, x: torch.Tensor) -> None:
         delta = linear(x)
         if self.delta is not None:
@@ -80,8 +92,9 @@ class DeviceEmbedding:
         """table: [vocab, hidden]."""
         self.table = table
 
-    def __call__(self, token_ids: torch.Tensor) -> DeviceStream:
-        return DeviceStream(embedding.embed(token_ids, self.table))
+    def __call__(self, token_ids: torch.Tensor, override: Override | None = None) -> DeviceStream:
+        taken, values = (None, None) if override is None else (override.taken, override.values)
+        return DeviceStream(embedding.embed(token_ids, self.table, taken=taken, values=values))
 
 
 class DeviceRotary(Rotary):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.layers.override import Override
 
 
 @dataclass(slots=True)
@@ -22,3 +23,4 @@ class ForwardStep:
     sin: torch.Tensor
     slots: torch.Tensor | None  # int64 [tokens] where a device's kernel stores KV; None: the backend's plan knows
     on_layer: Callable[[int], None] | None  # called when the layer's KV of all tokens is in its pool
+    override: Override | None = None  # what requests bring in place of their tokens' embeddings

@@ -11,6 +11,7 @@ from rpc.errors import BatonError
 from rpc.graph_status import PrefillGraphStatus
 
 if TYPE_CHECKING:
+    from engine.input_embeddings import EmbeddingRows
     from engine.sampling.row import SamplingRow
 
 
@@ -27,6 +28,7 @@ class BatchRow:
     prompt_logprobs_from: int = -1  # >= 0: log-probabilities of the prompt from that position on are wanted
     prompt_next_ids: Sequence[int] = ()  # prompt token after each computed position; may lack the last one
     num_prompt_logprobs: int = 0  # most likely alternatives to report with each
+    embeddings: Sequence[EmbeddingRows] = ()  # in place of those of token_ids; places count from the first of these
     multimodal: bool = False  # brings features that lie at no fixed address
     position_ids: Sequence[int] = ()  # axis by axis, of each token; for models that do not count positions themselves
 

@@ -57,7 +57,7 @@ def decide(rows: Sequence[BatchRow], group_tags: tuple[str, ...], limits: Decode
     widest = 0
     for row in rows:
         count = len(row.token_ids)
-        if not row.sample or count > per_row or row.prompt_logprobs_from >= 0:
+        if not row.sample or count > per_row or row.prompt_logprobs_from >= 0 or row.embeddings:
             return DecodeDecision(status.PREFILL_INPUT)
         if count != per_row:
             return DecodeDecision(status.ROWS_PER_REQUEST_MISMATCH)

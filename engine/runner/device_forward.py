@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.layers.device import DeviceStream
+from engine.layers.override import Override
 from engine.models.llama import LlamaModel
 from engine.models.step import ForwardStep
 
@@ -29,16 +30,24 @@ class DeviceForward:
         slots: torch.Tensor,
         plan: Any,
         on_layer: Callable[[int], None] | None = None,
+        override: Override | None = None,
     ) -> DeviceStream:
         """The stream before the final norm; the tokens' KV is in the pool.
 
         token_ids, positions: int64 or int32 [tokens]; slots: int64 [tokens], -1 for tokens whose KV goes nowhere; plan:
         the backend's, of rows with these tokens. on_layer(layer) is called when the writing of that layer's KV has been
-        enqueued.
+        enqueued. override: embeddings in place of the tokens' own.
         """
         cos, sin = self.model.rotary.angles(positions)
         step = ForwardStep(
-            backend=self.backend, plan=plan, pools=self.pools, cos=cos, sin=sin, slots=slots, on_layer=on_layer
+            backend=self.backend,
+            plan=plan,
+            pools=self.pools,
+            cos=cos,
+            sin=sin,
+            slots=slots,
+            on_layer=on_layer,
+            override=override,
         )
         return self.model.forward(token_ids, step)  # type: ignore[return-value]  # of a DeviceEmbedding
 

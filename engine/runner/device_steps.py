@@ -18,10 +18,11 @@ import torch
 from engine.attention.backend import AttentionBackend, AttentionRows, BatchLimits, DeviceRows, GraphSelectionMode
 from engine.graph_settings import PrefillGraphSettings
 from engine.layers.device import DeviceStream
-from engine.messages import CapturedGraphs, KvGroupInfo
+from engine.layers.override import override_of
+from engine.messages import CapturedGraphs, KvGroupInfo, SamplingParams
 from engine.models.llama import LlamaModel
 from engine.progress import Progress
-from engine.runner.batch import RowResult, StepBatch
+from engine.runner.batch import BatchRow, RowResult, StepBatch
 from engine.runner.capture import Recorder
 from engine.runner.decode_graph import DecodeGraphRunner
 from engine.runner.decode_status import DecodeDecision, DecodeGraphStatus
@@ -32,6 +33,7 @@ from engine.runner.prefill_graph.decision import Decision
 from engine.runner.prefill_graph.runner import PrefillGraphRunner, ReplayOutput
 from engine.runner.prefill_graph.scratch import ScratchBlocks
 from engine.sampling.device import DeviceSampler, Pending
+from engine.sampling.row import SamplingRow
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
 from rpc.log_limit import LogLimit
@@ -81,6 +83,7 @@ class DeviceSteps:
         """pools: the backend's handle of each layer's KV pool of num_blocks blocks."""
         self.device = device
         self.group_tags = group_tags
+        self.hidden_size = model.config.hidden_size
         self.forward = DeviceForward(model, backend, pools)
         self.inputs = DeviceInputs(limits, block_size, device)
         self.inputs.num_blocks = num_blocks
@@ -125,6 +128,23 @@ class DeviceSteps:
         stream = self.forward(torch.zeros_like(positions), positions, rows.device.slots, plan)
         self.forward.logits(stream, torch.zeros(limits.max_rows, dtype=torch.int64, device=device), self.logits)
         self.sampler.greedy(self.logits)
+
+    def warm_up(self) -> list[int]:
+        """Runs small steps of every kind once, since a kernel is compiled at its first use. Returns the blocks that
+        they have written."""
+        self.sampler.warm_up()
+        plain = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, (), (), ())
+        limits, block = self.inputs.limits, 1
+        tokens = min(2, self.inputs.block_size, limits.max_tokens)
+        count = 1
+        while count <= limits.max_rows and count * tokens <= limits.max_tokens:
+            rows = [BatchRow("", [0] * tokens, 0, [block], True, plain) for _ in range(count)]
+            for batch in (StepBatch(rows), StepBatch([BatchRow("", [0], 0, [block], True, plain) for _ in rows])):
+                self.finish(batch, self.launch(batch, None))
+            count *= 2
+        chunk = StepBatch([BatchRow("", [0] * tokens, 0, [block], False)])
+        self.finish(chunk, self.launch(chunk, None))
+        return [block]
 
     def capture_decode_graphs(
         self, sizes: Sequence[int], session: CaptureSession, debug_folder: Path | None = None
@@ -208,7 +228,11 @@ class DeviceSteps:
         if not decision.replay:
             plan = self.forward.backend.plan(inputs.rows)
             slots = inputs.device_rows.slots
-            stream = self.forward(inputs.token_ids, inputs.positions, slots, plan, on_layer)
+            override = None
+            if any(row.embeddings for row in rows):
+                placed = [(first, row.embeddings) for first, row in zip(inputs.first_token, rows, strict=True)]
+                override = override_of(placed, len(inputs.token_ids), self.hidden_size, self.device)
+            stream = self.forward(inputs.token_ids, inputs.positions, slots, plan, on_layer, override)
         pending = None
         count = len(inputs.sampled_rows)
         if count:

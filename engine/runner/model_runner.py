@@ -13,6 +13,7 @@ from engine.attention.backend import BatchLimits
 from engine.attention.selection import select_backend
 from engine.device import resolve_device
 from engine.layers.maker import HostMaker, LayerMaker
+from engine.layers.override import Override, override_of
 from engine.loader.fingerprint import model_fingerprint
 from engine.memory import DeviceMemory
 from engine.messages import CapturedGraphs, KvGroupInfo, PromptLogprob
@@ -109,6 +110,11 @@ class ModelRunner:
         """Name of the backend in use."""
         return self.backend.name
 
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of a row that may stand in place of a token's embedding; 0: the model takes none."""
+        return self.config.hidden_size if self.model.takes_embeddings else 0
+
     def kv_bytes_per_block(self) -> int:
         """Bytes of one block over all layers of all groups."""
         elements = sum(g.num_layers * 2 * g.num_kv_heads * g.block_size * g.head_dim for g in self.groups)
@@ -174,6 +180,12 @@ class ModelRunner:
             device=self.device,
             group_tags=tuple(group.tag for group in self.groups),
         )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles what steps on a device need, before the first request does."""
+        if self.device_steps is not None:
+            self.wipe(FULL_GROUP, self.device_steps.warm_up())
 
     def set_prefill_status(self, init: Decision) -> None:
         """What is told about every prompt while there are no prefill graphs."""
@@ -307,8 +319,13 @@ class ModelRunner:
             sin=sin,
             slots=None,
             on_layer=None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer),
+            override=self._override(batch, inputs) if any(row.embeddings for row in batch.rows) else None,
         )
         return self.model.forward(inputs.token_ids, step).hidden()
+
+    def _override(self, batch: StepBatch, inputs: StepInputs) -> Override | None:
+        placed = [(first, row.embeddings) for first, row in zip(inputs.first_token, batch.rows, strict=True)]
+        return override_of(placed, len(inputs.token_ids), self.config.hidden_size, self.device)
 
     @staticmethod
     def _check_chunks(batch: StepBatch, inputs: StepInputs, hidden: torch.Tensor, results: Sequence[RowResult]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.input_embeddings import embeddings_of_chunk
 from engine.kv_cache.cache import KvCache
 from engine.messages import RunMode
 from engine.requests import Request, RequestState
@@ -91,6 +92,7 @@ class Batcher:
             row.sampling = request.sampling
             request.sampling.token_index = len(request.outputs)
             row.prompt_logprobs_from = -1
+            row.embeddings = ()
             plan.requests.append(request)
             plan.rows.append(row)
         plan.num_decode = plan.num_tokens = len(plan.rows)
@@ -173,6 +175,7 @@ class Batcher:
         row.sample = end == len(request.tokens)
         row.sampling = request.sampling if row.sample else None
         request.sampling.token_index = len(request.outputs)
+        row.embeddings = embeddings_of_chunk(request.embeddings, start, end) if request.embeddings else ()
         row.prompt_logprobs_from, row.prompt_next_ids = -1, ()
         if request.wants_prompt_logprobs:
             row.prompt_next_ids = request.prompt[start + 1 : end + 1]

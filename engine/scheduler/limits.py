@@ -26,6 +26,7 @@ class Limits:
     reserve_attempts: int = 100  # after the first one
     reserve_timeout_s: float = 0.1
     reserve_interval_s: float = 0.001
+    embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
     model_name: str = ""
 
     @classmethod
@@ -36,6 +37,7 @@ class Limits:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        embedding_size: int = 0,
     ) -> Limits:
         return cls(
             block_size=config.block_size,
@@ -51,6 +53,7 @@ class Limits:
             reserve_attempts=config.decode_retry_times,
             reserve_timeout_s=config.decode_retry_timeout_ms / 1000,
             reserve_interval_s=config.decode_retry_interval_ms / 1000,
+            embedding_size=embedding_size,
             model_name=config.model_name,
         )
 

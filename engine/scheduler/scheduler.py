@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from engine.input_embeddings import read_embeddings, salted
 from engine.kv_cache.cache import KvCache
 from engine.messages import (
     AbortRequest,
@@ -111,7 +112,9 @@ class Scheduler:
             return
         try:
             check_request(add, self.limits)
-            request = Request(add, self._sequence, self.time, self.kv.chains(add.cache_salt), self._eos)
+            embeddings = read_embeddings(add.input_embeddings, len(add.prompt_token_ids), self.limits.embedding_size)
+            chains = self.kv.chains(salted(add.cache_salt, add.input_embeddings))
+            request = Request(add, self._sequence, self.time, chains, self._eos, embeddings)
             self.batcher.check_fits(request)
         except BatonError as error:
             if error.code is ErrorCode.EXCEEDS_KV_CACHE_MAX_LEN:

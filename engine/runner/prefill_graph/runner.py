@@ -17,6 +17,7 @@ import torch
 from engine.attention.backend import AttentionRows, DeviceRows, GraphSelectionMode
 from engine.graph_settings import PrefillGraphSettings
 from engine.kv_cache.cache import KvCache
+from engine.layers.override import Override, place_rows
 from engine.messages import CapturedGraphs, KvGroupInfo
 from engine.models.config import ModelConfig
 from engine.runner.batch import BatchRow, StepBatch
@@ -119,6 +120,7 @@ class PrefillGraphRunner:
         self._recorder = recorder
         self._device = logits.device
         self._hidden = torch.empty(0)  # float32 [largest bucket, hidden]
+        self._values: torch.Tensor | None = None  # float32 [largest bucket, hidden] embeddings of requests
         self._buckets: dict[int, _Bucket] = {}
         self._copies: _Copies | None = None
         self._prepared: _Bucket | None = None
@@ -133,6 +135,7 @@ class PrefillGraphRunner:
             max_requests=self._settings.max_requests,
             max_padding_ratio=self._settings.max_padding_ratio,
             block_size=self._groups[0].block_size,
+            hidden_size=0 if self._values is None else self._values.shape[1],
         )
 
     # -- start-up -------------------------------------------------------------------------------------------
@@ -161,6 +164,8 @@ class PrefillGraphRunner:
         on_device = torch.zeros(words, dtype=torch.int32, device=self._device)
         hidden_size = self.forward.model.config.hidden_size
         self._hidden = torch.zeros(self._sizes[-1], hidden_size, dtype=torch.float32, device=self._device)
+        if self.forward.model.takes_embeddings:
+            self._values = torch.zeros_like(self._hidden)
         for layout in layouts:
             arrays = layout.views(on_device)
             self._check(layout, arrays)
@@ -257,9 +262,11 @@ class PrefillGraphRunner:
 
     def _run(self, bucket: _Bucket) -> None:
         """What a graph holds. Everything it reads and writes lies at fixed addresses."""
-        arrays, forward = bucket.arrays, self.forward
-        stream = forward(arrays.token_ids, arrays.positions, arrays.slots[self._tag], bucket.plan)
-        stream.hidden_into(self._hidden[: bucket.layout.bucket])
+        arrays, forward, size = bucket.arrays, self.forward, bucket.layout.bucket
+        override = None if self._values is None else Override(arrays.overridden, self._values[:size])
+        slots = arrays.slots[self._tag]
+        stream = forward(arrays.token_ids, arrays.positions, slots, bucket.plan, override=override)
+        stream.hidden_into(self._hidden[:size])
         logits = self.logits[: bucket.layout.max_requests]
         self.greedy(forward.logits(stream, arrays.last_tokens, out=logits))
 
@@ -283,12 +290,14 @@ class PrefillGraphRunner:
     def prepare_replay(self, batch: StepBatch, bucket: int) -> None:
         """Lays the batch out for the graph of `bucket` and enqueues the copy.
 
-        Fault point `prefill_graph.prepare` with step=wait, fill, copy: before each. Raises whatever goes wrong; the
-        batch can be computed eagerly then, and the next one be prepared again.
+        Fault point `prefill_graph.prepare` with step=wait, fill, copy, embeddings: before each. Raises whatever goes
+        wrong; the batch can be computed eagerly then, and the next one be prepared again.
         """
         self._prepared = None
         found = self._bucket(bucket)
         self._stage(found, batch.rows, {self._tag: [row.block_table for row in batch.rows]})
+        if any(row.embeddings for row in batch.rows):
+            self._place_embeddings(batch.rows)
         tokens = sum(len(row.token_ids) for row in batch.rows)
         self._output = ReplayOutput(self.logits[: len(batch.rows)], self._hidden[:tokens])
         self._prepared = found
@@ -321,6 +330,16 @@ class PrefillGraphRunner:
         if self._released:
             raise RuntimeError("the prefill graphs were released")
         return self._buckets[size]
+
+    def _place_embeddings(self, rows: Sequence[BatchRow]) -> None:
+        """Which places are taken, the staged arrays tell; what stood in `_values` elsewhere is not read."""
+        fault("prefill_graph.prepare", step="embeddings")
+        assert self._values is not None
+        first, placed = 0, []
+        for row in rows:
+            placed.append((first, row.embeddings))
+            first += len(row.token_ids)
+        place_rows(placed, None, self._values)
 
     def _stage(self, bucket: _Bucket, rows: Sequence[BatchRow], tables: Mapping[str, Sequence[Sequence[int]]]) -> None:
         assert self._copies is not None

@@ -171,6 +171,8 @@ class HostStaging:
         self._last_tokens[:count] -= 1
         self._last_tokens[count:] = 0
         self._overridden[:] = 0
+        if any(row.embeddings for row in rows):
+            self._mark_overridden(rows, lengths)
         if layout.position_axes:
             self._fill_position_ids(rows, lengths, tokens)
         for tag, group in self._groups:
@@ -186,6 +188,13 @@ class HostStaging:
             if group.slots.min() < group.block_size or group.slots.max() >= group.num_slots:
                 return MetadataFailure(f"a block of group {tag} is outside [1, {group.num_slots // group.block_size})")
         return None
+
+    def _mark_overridden(self, rows: Sequence[BatchRow], lengths: Sequence[int]) -> None:
+        begin = 0
+        for row, length in zip(rows, lengths, strict=True):
+            for item in row.embeddings:
+                self._overridden[begin + item.place : begin + item.end] = 1
+            begin += length
 
     def _fill_position_ids(self, rows: Sequence[BatchRow], lengths: Sequence[int], tokens: int) -> None:
         begin = 0

@@ -18,6 +18,7 @@ from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
 from kernels import jit
 from rpc.errors import ErrorCode
+from tests.unit.engine.real_engine import RealEngine
 from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -243,3 +244,35 @@ def test_bfloat16_when_computed_by_the_device_path_then_logits_are_near_the_cpus
     found, expected = (r.execute(StepBatch([row])).rows[0] for r in (device, host))
     for mine, theirs in zip(found.top_logprobs, expected.top_logprobs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=0.1)
+
+
+def test_runner_when_warmed_up_then_the_pool_is_clean_and_steps_are_right() -> None:
+    runner, host = new_runner("llama", "triton"), new_runner("llama", "torch")
+    runner.warm_up()
+    assert not any(pool.any() for pool in pools(runner))
+    row = sampled("r", random_prompt(9), 0, [1])
+    assert runner.execute(StepBatch([row])).rows[0].token_id == host.execute(StepBatch([row])).rows[0].token_id
+
+
+@pytest.mark.slow
+def test_engine_when_its_decode_steps_are_replayed_then_they_are_counted_and_tokens_are_the_cpus() -> None:
+    options = {"max_num_seqs": 2, "num_kv_blocks": 16, "max_model_len": 64, "max_num_batched_tokens": 32}
+    found = {}
+    for backend in ("torch", "triton"):
+        graphs = backend == "triton"
+        with RealEngine(
+            "decode",
+            attention_backend=backend,
+            device="cpu",
+            enable_cuda_graph=graphs,
+            decode_capture_sizes=(2,),
+            **options,
+        ) as engine:
+            assert [entry.kind for entry in engine.ready.captured] == (["decode"] if graphs else [])
+            engine.add("a", random_prompt(11), max_tokens=4)
+            engine.run()
+            found[backend] = engine.tokens("a")
+            status = "replayed" if graphs else "not_requested"
+            assert engine.counted("baton_decode_cuda_graph_steps_total", status=status) == 3
+            assert engine.counted("baton_decode_cuda_graph_padded_rows_total") == (3 if graphs else 0)
+    assert found["triton"] == found["torch"]

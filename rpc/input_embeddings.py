@@ -1,0 +1,64 @@
+"""Embeddings that a request brings in place of its tokens' own: what they look like, and what refuses them.
+
+A request has up to MOST_SEGMENTS of them. Each is a run of rows that begins at a place of the prompt. Router and fronts
+check what they can; the engine checks the numbers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rpc.errors import BatonError, ErrorCode
+
+MOST_SEGMENTS = 64
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+FIELD = "input_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class InputEmbedding:
+    location: int  # index of the prompt's token whose place the first row takes
+    values: bytes  # rows of the model's hidden size, one after the other, little-endian
+    dtype: str = "float32"  # or bfloat16
+
+
+def check_input_embeddings(
+    segments: Sequence[InputEmbedding], prompt_tokens: int, hidden_size: int | None = None
+) -> None:
+    """Raises INVALID_PARAMS for segments that cannot take tokens' places in a prompt of that length.
+
+    hidden_size: None where it is not known; 0: the model takes no embeddings.
+    """
+    if not segments:
+        return
+    if hidden_size == 0:
+        raise _refusal("the model takes no input embeddings; leave them out")
+    if len(segments) > MOST_SEGMENTS:
+        raise _refusal(f"has {len(segments)} segments; at most {MOST_SEGMENTS} are allowed")
+    taken: list[tuple[int, int]] = []
+    for number, segment in enumerate(segments):
+        name = f"segment {number}"
+        item = ITEM_BYTES.get(segment.dtype)
+        if item is None:
+            raise _refusal(f"{name} has dtype {segment.dtype[:32]!r}; it must be one of {', '.join(ITEM_BYTES)}")
+        row = item * (hidden_size or 1)
+        if not segment.values or len(segment.values) % row:
+            size = f"{row} bytes" if hidden_size else f"{item} bytes a number"
+            raise _refusal(f"{name} has {len(segment.values)} bytes; it must have whole rows of {size}, at least one")
+        rows = len(segment.values) // row if hidden_size else 1
+        if segment.location < 0 or segment.location + rows > prompt_tokens:
+            raise _refusal(
+                f"{name} takes the places {segment.location} to {segment.location + rows - 1}; "
+                f"the prompt has the places 0 to {prompt_tokens - 1}"
+            )
+        taken.append((segment.location, segment.location + rows))
+    taken.sort()
+    for (_, end), (begin, _) in pairwise(taken):
+        if begin < end:
+            raise _refusal(f"two segments take place {begin}; each place can be taken once")
+
+
+def _refusal(message: str) -> BatonError:
+    return BatonError(ErrorCode.INVALID_PARAMS, f"{FIELD}: {message}", param=FIELD)
