@@ -21,7 +21,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -168,19 +168,29 @@ def rows_of(engine: Engine, lengths: Sequence[int]) -> list[BatchRow]:
     return rows
 
 
-def launches(run: Any) -> int:
-    """Kernels and copies that the device is given."""
+def kernels(run: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Kernels and copies that the device is given, by time: name, times, microseconds together. With programmatic
+    launches a kernel's time holds its wait for the one before."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         run()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+    totals: dict[str, tuple[int, float]] = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, us = totals.get(event.name, (0, 0.0))
+            totals[event.name] = (count + 1, us + event.device_time)
+    return sorted(((name, *total) for name, total in totals.items()), key=lambda item: -item[2])
+
+
+def launches(found: Sequence[tuple[str, int, float]]) -> int:
+    return sum(count for _, count, _ in found)
 
 
 @torch.inference_mode()
-def replay_case(engine: Engine, bucket: int, rounds: int) -> dict[str, Any]:
-    """A single prompt that fills the bucket but for one token, where it has more than one."""
+def replay_case(engine: Engine, bucket: int, rounds: int, listed: bool = False) -> dict[str, Any]:
+    """A single prompt that fills the bucket but for one token, where it has more than four."""
     graphs = engine.graphs
     tokens = max(1, bucket - (bucket > 4))
     batch = StepBatch(rows_of(engine, [tokens]))
@@ -199,13 +209,14 @@ def replay_case(engine: Engine, bucket: int, rounds: int) -> dict[str, Any]:
         device.append(begin.elapsed_time(end))
         prepare.append((prepared - began) * 1e3)
         launch.append((launched - launching) * 1e3)
+    execute = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        engine.runner.execute(batch)
+        execute.append((time.perf_counter() - began) * 1e3)
     with engine.arm(False):
-        eager = launches(lambda: engine.runner.execute(batch))
-
-    def replayed() -> None:
-        graphs.prepare_replay(batch, bucket)
-        graphs.replay()
-
+        eager = launches(kernels(lambda: engine.runner.execute(batch)))
+    replayed = kernels(lambda: engine.runner.execute(batch))
     found = {
         "bucket": bucket,
         "real_tokens": tokens,
@@ -213,14 +224,19 @@ def replay_case(engine: Engine, bucket: int, rounds: int) -> dict[str, Any]:
         "device_ms": statistics.median(device),
         "prepare_ms": statistics.median(prepare),
         "launch_ms": statistics.median(launch),
-        "launches_in_graph": launches(replayed),
+        "execute_ms": statistics.median(execute),
+        "launches": launches(replayed),
         "launches_eager": eager,
     }
     print(
         f"bucket {bucket:4}   device {found['device_ms']:6.3f}   prepare {found['prepare_ms']:6.3f}   launch "
-        f"{found['launch_ms']:6.3f} ms   {found['launches_in_graph']} launches, {eager} in an eager step",
+        f"{found['launch_ms']:6.3f}   whole step {found['execute_ms']:6.3f} ms   {found['launches']} launches, "
+        f"{eager} in an eager step",
         flush=True,
     )
+    if listed:
+        for name, count, us in replayed[:14]:
+            print(f"    {us / 1e3:8.3f} ms {count:5} x {us / count:8.2f} us  {name[:90]}", flush=True)
     return found
 
 
@@ -267,6 +283,7 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=REQUESTS)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--count", type=int, default=200, help="batches per arm and repetition")
+    parser.add_argument("--profile", nargs="*", type=int, default=(), help="buckets whose kernels are listed")
     parser.add_argument("--save", type=Path, help="JSON file of all figures")
     arguments = parser.parse_args()
     repetitions, count = arguments.repetitions, arguments.count
@@ -290,7 +307,9 @@ def main() -> None:
                     if tokens * requests <= DEFAULT_BUCKETS[-1]
                 ]
             if "replay" in arguments.parts:
-                report["replay"] = [replay_case(engine, bucket, 30) for bucket in DEFAULT_BUCKETS]
+                report["replay"] = [
+                    replay_case(engine, bucket, 30, bucket in arguments.profile) for bucket in DEFAULT_BUCKETS
+                ]
             if "boundary" in arguments.parts:
                 above = ("input_tokens_exceed_capture_limit", "request_capacity_exceeded")
                 report["boundary"] = [
