@@ -151,9 +151,13 @@ def _span(size, count, target):
 
 
 @jit
-def _store_piece(partial, stats, slot, g, d, top, weights, acc, GROUP: tl.constexpr, DIM: tl.constexpr):
-    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    tl.store(partial + slot * (GROUP * DIM) + g[:, None] * DIM + d[None, :], acc, mask=real)
+def _store_piece(partial, stats, slot, g, h, top, weights, acc, GROUP: tl.constexpr, DIM: tl.constexpr):
+    # In halves, which takes half the shared memory for their way into rows: a third program fits
+    HALF: tl.constexpr = acc.shape[1] // 2
+    low, high = tl.split(tl.permute(tl.reshape(acc, [acc.shape[0], 2, HALF]), [0, 2, 1]))
+    at = partial + slot * (GROUP * DIM) + g[:, None] * DIM + h[None, :]
+    tl.store(at, low, mask=(g < GROUP)[:, None] & (h < DIM)[None, :])
+    tl.store(at + HALF, high, mask=(g < GROUP)[:, None] & (h + HALF < DIM)[None, :])
     tl.store(stats + slot * (2 * GROUP) + g, top, mask=g < GROUP)
     tl.store(stats + slot * (2 * GROUP) + GROUP + g, tl.sum(weights, 1), mask=g < GROUP)
 
@@ -214,6 +218,7 @@ def _decode_kernel(
         items = tl.max(ends, 0) * KV_HEADS
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
+    h = tl.arange(0, DIM_PAD // 2)
     lanes = tl.arange(0, TILE)
     for item in range(tl.program_id(0), items, programs):
         unit = item // KV_HEADS
@@ -254,7 +259,7 @@ def _decode_kernel(
                 v = described.load([at + KV_HEADS * PAGE, 0])
                 top, weights, acc = _attend_tile(query, k, v, top, weights, acc, seen, scale, WINDOW > 0, PRECISION)
                 if tile + 1 == until:
-                    _store_piece(partial, stats, slot, g, d, top, weights, acc, GROUP, DIM)
+                    _store_piece(partial, stats, slot, g, h, top, weights, acc, GROUP, DIM)
                     top = tl.full([M], float("-inf"), tl.float32)
                     weights = tl.zeros([M, TILE], tl.float32)
                     acc = tl.zeros([M, DIM_PAD], tl.float32)
@@ -285,7 +290,7 @@ def _decode_kernel(
                 some_v = tl.load(keys + KV_HEADS * PIECE, mask=visible[:, None] & (d < DIM)[None, :], other=0.0)
             top, weights, acc = _attend_tile(query, some_k, some_v, top, weights, acc, visible, scale, True, PRECISION)
             if tile + 1 == until:
-                _store_piece(partial, stats, slot, g, d, top, weights, acc, GROUP, DIM)
+                _store_piece(partial, stats, slot, g, h, top, weights, acc, GROUP, DIM)
                 top = tl.full([M], float("-inf"), tl.float32)
                 weights = tl.zeros([M, TILE], tl.float32)
                 acc = tl.zeros([M, DIM_PAD], tl.float32)
@@ -296,11 +301,14 @@ def _decode_kernel(
             norm = tl.where(norm == 0.0, 1.0, norm)  # a row of no tokens
             tl.store(out + row64 * out_stride + heads, acc / norm[:, None], mask=real)
         else:
-            tl.debug_barrier()  # the stores of all threads come before the one thread's release
-            counter = counters + row * KV_HEADS + head
-            ended = tl.atomic_add(counter, pieces, sem="acq_rel", scope="gpu")
-            if ended + pieces == count:
-                tl.store(counter, 0)
+            tl.debug_barrier()  # the stores of all threads come before the one thread's release, and before its reads
+            others = count - pieces  # that other programs add up, unless this span is the whole row
+            if others > 0:
+                counter = counters + row * KV_HEADS + head
+                others -= tl.atomic_add(counter, pieces, sem="acq_rel", scope="gpu")
+                if others == 0:
+                    tl.store(counter, 0)
+            if others == 0:
                 whole_slot = (row64 * KV_HEADS + head) * most_pieces
                 _combine(
                     partial + whole_slot * (GROUP * DIM),
@@ -311,6 +319,7 @@ def _decode_kernel(
                     GROUP_PAD,
                     DIM,
                     DIM_PAD,
+                    8192 if ROWS_PAD == 1 else 4096,  # numbers; one row cannot hide that it waits for them
                 )
 
 
@@ -324,9 +333,10 @@ def _combine(
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Adds up the pieces of one row and key head. Read past the first cache, which may hold the last launch's."""
-    STEP: tl.constexpr = max(1, 8192 // (GROUP_PAD * DIM_PAD))
+    STEP: tl.constexpr = max(1, AT_ONCE // (GROUP_PAD * DIM_PAD))
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, DIM_PAD)
     steps = tl.arange(0, STEP)

@@ -25,6 +25,8 @@ import torch
 
 from kernels.jit import jit, pdl_options, tl
 from kernels.paged_kv import described, dot, next_power
+from kernels.prefill_hopper import prefill_hopper
+from kernels.prefill_hopper import unavailable as hopper_unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class PrefillConfig:
     stages: int
     warps: int
     descriptors: bool = False  # load whole tiles by tensor descriptors; needs pages of whole tiles
+    hopper: bool = False  # where it can, the kernel of prefill_hopper, for which the rest does not count
+    turns: bool = True  # of that kernel's groups of warps
 
 
 def config_for(tokens: int, head_dim: int, itemsize: int, group: int) -> PrefillConfig:
@@ -305,6 +309,9 @@ def prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     group = heads // kv_heads
     config = config or config_for(tokens, dim, q.element_size(), group)
+    scale = scale or dim**-0.5
+    if config.hopper and not hopper_unavailable(q, pool):
+        return prefill_hopper(q, pool, block_tables, cu_seqlens, kv_lens, window, scale, out, config.turns)
     descriptors = config.descriptors and page % config.tile == 0 and q.element_size() == 2
     _prefill_kernel[(kv_heads, tokens // (config.block // group) + rows)](
         q,
@@ -318,7 +325,7 @@ def prefill_attention(
         q.stride(0),
         block_tables.stride(0),
         out.stride(0),
-        (scale or dim**-0.5) * math.log2(math.e),
+        scale * math.log2(math.e),
         KV_HEADS=kv_heads,
         GROUP=group,
         DIM=dim,

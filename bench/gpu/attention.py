@@ -2,10 +2,12 @@
 
     python -m bench.gpu.attention --save attention.json
     python -m bench.gpu.attention --sweep
+    python -m bench.gpu.attention --warm
 
 The first measures every backend on every shape below, and with --table writes what `engine/attention/table.py` chooses
-by. The second tries other configurations of the Triton kernels. Inputs are random, and each result is compared with the
-reference in float32 before it is timed. Small shapes read other blocks at each call, so that no cache serves them.
+by. The second tries other configurations of the Triton kernels, the third only compiles FlashInfer's kernels.
+Inputs are random, and each result is compared with the reference in float32 before it is timed. Small shapes read other
+blocks at each call, so that no cache serves them.
 """
 
 from __future__ import annotations
@@ -209,36 +211,50 @@ def described(found: dict[str, Any]) -> str:
 def decode_candidates(rows: int) -> list[decode.DecodeConfig]:
     base = decode.config_for(rows, HEAD_DIM, 2)
     found = [base]
-    for descriptors, stages, per_sm in (
-        (False, 3, 2),
-        (False, 4, 2),
-        (False, 6, 1),
-        (True, 3, 2),
-        (True, 4, 2),
-        (True, 6, 1),
-    ):
-        found.append(dataclasses.replace(base, descriptors=descriptors, stages=stages, per_sm=per_sm))
-    found.append(dataclasses.replace(base, warps=8))
-    cuts = ((32, 1), (32, 2), (32, 4), (64, 4)) if rows <= 4 else ((64, 4), (16, 8), (8, 16), (4, 32), (1, 1))
-    for splits, min_tiles in cuts:
-        for rounds in (1,) if rows <= 4 else (1, 2, 4):
-            found.append(dataclasses.replace(base, splits=splits, min_tiles=min_tiles, rounds=rounds))
+    if rows <= 4:
+        for splits, min_tiles in ((32, 1), (32, 2), (32, 3), (32, 4)):
+            for warps, stages, descriptors in ((4, 4, False), (8, 4, False), (4, 4, True), (4, 2, False)):
+                found.append(
+                    dataclasses.replace(
+                        base,
+                        splits=splits,
+                        min_tiles=min_tiles,
+                        warps=warps,
+                        stages=stages,
+                        descriptors=descriptors,
+                        rounds=1,
+                    )
+                )
+    else:
+        for descriptors, stages, per_sm in (
+            (False, 3, 3),
+            (False, 4, 2),
+            (False, 2, 5),
+            (True, 3, 3),
+            (True, 4, 2),
+        ):
+            for splits, min_tiles, rounds in ((16, 8, 1), (16, 8, 4), (8, 16, 1), (8, 16, 2), (8, 16, 4), (8, 16, 8)):
+                found.append(
+                    dataclasses.replace(
+                        base,
+                        descriptors=descriptors,
+                        stages=stages,
+                        per_sm=per_sm,
+                        splits=splits,
+                        min_tiles=min_tiles,
+                        rounds=rounds,
+                    )
+                )
     return list(dict.fromkeys(found))
 
 
 def prefill_candidates(tokens: int) -> list[prefill.PrefillConfig]:
     base = prefill.config_for(tokens, HEAD_DIM, 2, HEADS // KV_HEADS)
     found = [base]
-    for block, tile, stages, warps in (
-        (128, 64, 2, 8),
-        (128, 64, 3, 8),
-        (128, 64, 4, 8),
-        (64, 64, 2, 4),
-        (64, 64, 3, 4),
-        (64, 32, 3, 4),
-    ):
-        for descriptors in (False, True):
-            found.append(prefill.PrefillConfig(block, tile, stages, warps, descriptors))
+    if tokens > 512:
+        found += [dataclasses.replace(base, hopper=True, turns=turns) for turns in (True, False)]
+    for block, tile, stages, warps in ((128, 64, 3, 8), (64, 64, 2, 4), (64, 64, 3, 4)):
+        found.append(prefill.PrefillConfig(block, tile, stages, warps, descriptors=True))
     return list(dict.fromkeys(found))
 
 
@@ -263,7 +279,21 @@ def _compile(job: tuple[str, int, Any]) -> str:
     return ""
 
 
-def sweep(decode_shapes: list[tuple[int, int]], prefill_shapes: list[tuple[int, int]], workers: int) -> None:
+def warm() -> None:
+    """Compiles what FlashInfer needs for an 8B model without a window: minutes, once per machine."""
+    for kind, backend in (("decode", "fa2"), ("prefill", "fa3")):
+        inputs = Inputs(1, PAGE, 1 if kind == "decode" else PAGE)
+        flashinfer_runs(inputs, kind, backend)(0)
+        torch.cuda.synchronize()
+        print(f"FlashInfer's {kind} ({backend}) is compiled", flush=True)
+
+
+def sweep(
+    decode_shapes: list[tuple[int, int]],
+    prefill_shapes: list[tuple[int, int]],
+    workers: int,
+    beside_flashinfer: bool,
+) -> None:
     """Every candidate on these shapes, best first."""
     jobs = [("decode", rows, config) for rows, _ in decode_shapes for config in decode_candidates(rows)]
     jobs += [("prefill", rows, config) for rows, n in prefill_shapes for config in prefill_candidates(rows * n)]
@@ -273,7 +303,12 @@ def sweep(decode_shapes: list[tuple[int, int]], prefill_shapes: list[tuple[int, 
     for kind, shapes in (("decode", decode_shapes), ("prefill", prefill_shapes)):
         for rows, tokens in shapes:
             inputs = Inputs(rows, tokens, 1 if kind == "decode" else tokens)
-            results = []
+            results: list[tuple[float, float, Any]] = []
+            if beside_flashinfer:
+                other = flashinfer_runs(inputs, kind, "fa2" if kind == "decode" else "fa3")
+                error, seconds = timed(inputs, other)
+                results.append((seconds * 1e6, error, "flashinfer"))
+                del other
             candidates: list[Any] = decode_candidates(rows) if kind == "decode" else prefill_candidates(rows * tokens)
             for config in candidates:
                 run = triton_decode(inputs, config) if kind == "decode" else triton_prefill(inputs, config)
@@ -283,8 +318,8 @@ def sweep(decode_shapes: list[tuple[int, int]], prefill_shapes: list[tuple[int, 
                     print(f"  {config}: {type(failure).__name__}: {str(failure)[:100]}")
                     continue
                 results.append((seconds * 1e6, error, config))
-            print(f"{kind} {rows} x {tokens} (first tried: {results[0][0]:.1f} us)")
-            for us, error, config in sorted(results, key=lambda item: item[0])[:6]:
+            print(f"{kind} {rows} x {tokens}")
+            for us, error, config in sorted(results, key=lambda item: item[0])[:9]:
                 print(f"  {us:8.1f} us  {'' if error < _TOLERANCE else f'WRONG {error:.1e}'} {config}", flush=True)
             del inputs
             torch.cuda.empty_cache()
@@ -297,15 +332,20 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="JSON file of all timings")
     parser.add_argument("--table", type=Path, help="JSON file for engine/attention/table.json")
     parser.add_argument("--sweep", action="store_true", help="try other configurations instead")
+    parser.add_argument("--warm", action="store_true", help="only compile what FlashInfer needs")
     parser.add_argument("--matrix-rate", type=float, default=780e12, help="FLOP/s of a large bfloat16 product")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     arguments = parser.parse_args()
     torch.manual_seed(torch.seed() % 2**31)
+    if arguments.warm:
+        warm()
+        return
     if arguments.sweep:
         sweep(
             DECODE[:4] if "decode" in arguments.kinds else [],
             PREFILL[:3] if "prefill" in arguments.kinds else [],
             arguments.workers,
+            "flashinfer" in arguments.backends,
         )
         return
     bandwidth = read_bandwidth()

@@ -138,6 +138,7 @@ class FlashInferBackend(DeviceBackend):
 
     def _prefill_wrappers(self) -> tuple[dict[int | None, Any], str]:
         """Wrappers of the best version that compiles here, planned once, so that it is compiled."""
+        _log.info("preparing FlashInfer's kernels; compiling them takes minutes, once per machine")
         versions = ("fa3", "fa2") if torch.cuda.get_device_capability(self.device) == (9, 0) else ("fa2",)
         one = torch.tensor([0, 1], dtype=torch.int32)
         for version in versions:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionRows, Capabilities, GraphSelectionMode
-from engine.attention.device_backend import DeviceBackend, StepPlan
+from engine.attention.device_backend import DeviceBackend, StepPlan, device_rows
 from engine.attention.flashinfer_backend import FlashInferBackend
 from engine.attention.table import Kind, Table
 from engine.attention.triton_backend import TritonBackend
@@ -23,8 +23,8 @@ class ChosenPart:
 class MeasuredBackend(DeviceBackend):
     """Triton's kernels and FlashInfer, which share the pool and its layout.
 
-    Decode graphs are all of one backend, so that a graph's inputs are made in one way: the one that is faster for the
-    batch sizes and lengths of the table taken together.
+    A decode graph's rows have lengths that are not known when it is captured: it is of the backend that is faster for
+    so many rows over the lengths of the table.
     """
 
     name = "triton+flashinfer"
@@ -43,8 +43,7 @@ class MeasuredBackend(DeviceBackend):
         self.triton, self.flashinfer, self.table = triton, flashinfer, table
         self.head_dim, self.group = head_dim, group
         self.backends: dict[str, DeviceBackend] = {triton.name: triton, flashinfer.name: flashinfer}
-        self.for_graphs = self.backends[table.fastest_overall("decode", self.backends, head_dim=head_dim, group=group)]
-        self.refreshes = self.for_graphs.refreshes
+        self.refreshes = table.chosen_for_graphs(flashinfer.name, self.backends, head_dim=head_dim, group=group)
 
     def _choose(self, kind: Kind, rows: int, tokens: int) -> DeviceBackend:
         name = self.table.fastest(
@@ -53,8 +52,6 @@ class MeasuredBackend(DeviceBackend):
         return self.backends[name]
 
     def admits(self, *, selection_mode: GraphSelectionMode) -> bool:
-        if selection_mode is GraphSelectionMode.DECODE_GRAPH:
-            return self.for_graphs.admits(selection_mode=selection_mode)
         return self.triton.admits(selection_mode=selection_mode)
 
     def plan_decode(self, rows: AttentionRows, count: int) -> ChosenPart:
@@ -68,7 +65,13 @@ class MeasuredBackend(DeviceBackend):
         return ChosenPart(backend, backend.plan_prefill(rows, first))
 
     def graph_plan(self, rows: AttentionRows, *, selection_mode: GraphSelectionMode) -> StepPlan:
-        backend = self.for_graphs if selection_mode is GraphSelectionMode.DECODE_GRAPH else self.triton
+        backend: DeviceBackend = self.triton
+        if selection_mode is GraphSelectionMode.DECODE_GRAPH:
+            count = device_rows(rows).num_rows
+            name = self.table.fastest_of_rows(
+                "decode", self.backends, head_dim=self.head_dim, group=self.group, rows=count
+            )
+            backend = self.backends[name]
         plan = backend.graph_plan(rows, selection_mode=selection_mode)
         return StepPlan(
             plan.num_decode,

@@ -30,7 +30,7 @@ class Measurement:
     group: int  # query heads per key head
     rows: int
     tokens: int  # decode: seen by each row; prefill: new ones of each row
-    us: Mapping[str, float]
+    us: Mapping[str, float] = field(hash=False)
 
     def distance(self, head_dim: int, group: int, rows: int, tokens: int) -> float:
         """How unlike the shapes are, in powers of two."""
@@ -60,19 +60,28 @@ class Table:
         costs = _costs(min(known, key=lambda m: m.distance(head_dim, group, rows, tokens)), among)
         return min(costs, key=lambda name: (costs[name], name != _FIRST))
 
-    def fastest_overall(self, kind: Kind, among: Collection[str], *, head_dim: int, group: int) -> str:
-        """The backend with the least time relative to the fastest, over the measured shapes of the nearest heads."""
+    def fastest_of_rows(self, kind: Kind, among: Collection[str], *, head_dim: int, group: int, rows: int) -> str:
+        """For rows of lengths that are not known: the backend that loses least against the fastest, over the measured
+        lengths of the nearest number of rows."""
         known = self._comparable(kind, among)
         if not known:
             return self._default(among)
-        nearest = min(m.distance(head_dim, group, m.rows, m.tokens) for m in known)
+        rows = max(rows, 1)
+        distances = {m: m.distance(head_dim, group, rows, m.tokens) for m in known}
+        nearest = min(distances.values())
         lost = dict.fromkeys(sorted(among), 0.0)
-        for m in known:
-            if m.distance(head_dim, group, m.rows, m.tokens) == nearest:
+        for m, distance in distances.items():
+            if distance == nearest:
                 costs = _costs(m, among)
                 for name in lost:
                     lost[name] += costs.get(name, math.inf) / min(costs.values())
         return min(lost, key=lambda name: (lost[name], name != _FIRST))
+
+    def chosen_for_graphs(self, name: str, among: Collection[str], *, head_dim: int, group: int) -> bool:
+        """Whether decode graphs of some size are that backend's."""
+        sizes = {m.rows for m in self.measurements if m.kind == "decode"}
+        heads = {"head_dim": head_dim, "group": group}
+        return any(self.fastest_of_rows("decode", among, rows=rows, **heads) == name for rows in sizes)
 
     def prefers(self, name: str, among: Collection[str], *, head_dim: int, group: int) -> bool:
         """Whether there is a shape of such heads for which that backend is the choice."""

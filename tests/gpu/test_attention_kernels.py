@@ -9,6 +9,7 @@ import torch
 
 from kernels import decode_attention as decode
 from kernels import prefill_attention as prefill
+from kernels import prefill_hopper
 from tests.unit.kernels.paged_rows import PagedRows, bits, error, paged_rows
 
 pytestmark = [
@@ -171,6 +172,26 @@ def test_every_way_of_loading_tiles_gives_the_same_result(descriptors: bool, sta
             rows.q, rows.pool, rows.block_tables, rows.cu_seqlens, rows.kv_lens, config=shape
         )
         assert error(out, _prefill_reference(rows)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize(("group", "head_dim", "page"), [(4, 128, 64), (1, 64, 64), (8, 128, 128)])
+def test_the_kernel_for_hopper_equals_float64(group: int, head_dim: int, page: int, turns: bool, seed: int) -> None:
+    for chunks in CHUNKS:
+        new = [n for n, _ in chunks]
+        rows = _rows([n + prefix for n, prefix in chunks], new, group, head_dim, page, torch.bfloat16, seed)
+        if reason := prefill_hopper.unavailable(rows.q, rows.pool):
+            pytest.skip(reason)
+        config = replace(prefill.config_for(sum(new), head_dim, 2, group), hopper=True, turns=turns)
+        for window in (0, 200) if turns else (0,):
+            out = torch.full_like(rows.q, float("nan"))
+            before = bits(rows.pool)
+            prefill.prefill_attention(
+                rows.q, rows.pool, rows.block_tables, rows.cu_seqlens, rows.kv_lens, window, out=out, config=config
+            )
+            found = error(out, _prefill_reference(rows, window))
+            assert found < TOLERANCE[torch.bfloat16], f"window {window}, new tokens and prefixes {chunks[:4]}"
+            assert torch.equal(bits(rows.pool), before)
 
 
 def test_decode_adds_up_the_same_bits_at_every_launch_and_in_any_company(seed: int) -> None:

@@ -174,15 +174,22 @@ def test_a_small_gain_does_not_pay_for_a_plan_on_the_host() -> None:
 def test_without_measurements_triton_is_chosen() -> None:
     table = tables.Table("", ())
     assert table.fastest("prefill", BOTH, rows=1, tokens=8192, **HEADS_OF_8B) == "triton"
-    assert table.fastest_overall("decode", BOTH, **HEADS_OF_8B) == "triton"
+    assert table.fastest_of_rows("decode", BOTH, rows=64, **HEADS_OF_8B) == "triton"
     assert not table.prefers("flashinfer", BOTH, **HEADS_OF_8B)
 
 
-def test_graphs_of_all_sizes_go_to_the_backend_that_loses_least() -> None:
-    table = measured(("decode", 1, 1024, 5, 20), ("decode", 64, 8192, 600, 500))
-    assert table.fastest_overall("decode", BOTH, **HEADS_OF_8B) == "triton"
-    table = measured(("decode", 1, 1024, 20, 19), ("decode", 64, 8192, 900, 500))
-    assert table.fastest_overall("decode", BOTH, **HEADS_OF_8B) == "flashinfer"
+def test_a_graph_goes_to_the_backend_that_loses_least_for_so_many_rows() -> None:
+    table = measured(
+        ("decode", 1, 1024, 5, 20),
+        ("decode", 64, 1024, 90, 80),
+        ("decode", 64, 8192, 600, 500),
+        ("decode", 256, 1024, 250, 260),
+    )
+    chosen = {rows: table.fastest_of_rows("decode", BOTH, rows=rows, **HEADS_OF_8B) for rows in (1, 4, 48, 64, 256)}
+    assert chosen == {1: "triton", 4: "triton", 48: "flashinfer", 64: "flashinfer", 256: "triton"}
+    assert table.chosen_for_graphs("flashinfer", BOTH, **HEADS_OF_8B)
+    only_prompts = measured(("decode", 1, 1024, 5, 20), ("prefill", 1, 8192, 1400, 900))
+    assert not only_prompts.chosen_for_graphs("flashinfer", BOTH, **HEADS_OF_8B)
 
 
 def test_the_table_is_made_of_the_best_version_that_a_benchmark_measured() -> None:
