@@ -9,18 +9,20 @@ rows fill the matrix units' tall side, and x, padded to 8, 16, 32 or 64 rows, th
 STAGES tiles of W in flight, BLOCK_N x BLOCK_K x 2 bytes each; 40 KB in flight per multiprocessor and more saturate the
 memory.
 
-One row alone can also be multiplied without matrix units (`Config.vector`), by a grid that fills the device once: a
-program goes over its tiles of W as one stream, two tiles ahead of the arithmetic also where one ends and the next
-begins, so that its loads never stop. Each thread keeps its part of a [BLOCK_N, BLOCK_K] product in registers; the sum
-over K is taken once per tile.
+One row alone can also be multiplied without matrix units (`Config.vector`): each thread keeps its part of a [BLOCK_N,
+BLOCK_K] product in registers, one tile of W ahead of the arithmetic, and the sum over K is taken once, at the end. That
+kernel can take the residual stream and the product that waits to be added to it in place of x (`Normed`): it adds and
+normalises them on the way, which saves a launch and the trip of x to memory. The norm's factor of the row comes last:
+sum(w h s) / rms(h) = sum(w (h / rms(h)) s).
 
 Where N / BLOCK_N programs leave multiprocessors without work, K is split. The sums of each share go to float32 scratch,
 and the program that arrives last adds them up, in the order of the shares: the result does not depend on who was last.
 
-With programmatic dependent launch (`Config.pdl`, Hopper and later) a program starts while the kernel before is at work,
-reads ahead what needs nothing of that kernel, and only then waits for it. So the memory does not idle during the small
-kernels between products. Reading ahead is the first tiles of W for `vector`, and `prefetch` bytes of each program's
-weight rows (of its further tiles) into the L2 cache, for the programs that fill the device first.
+With programmatic dependent launch (`Config.pdl`, Hopper and later) a program starts while the kernel before is at
+work, reads ahead what needs nothing of that kernel, and only then waits for it. So the memory does not idle during the
+small kernels between products. Reading ahead is the first tile of W for `vector`, and `prefetch` bytes of each
+program's weight rows into the L2 cache, for the programs that fill the device first. The kernel behind may start when
+this one does (`early`), or when its loads are done.
 
 `gated` is SwiGLU's inner half: W holds the gate's rows and then as many of up; a program computes both for its columns,
 and silu(gate) x up from the accumulators. That saves a launch and 3 x M x inner numbers of traffic.
@@ -52,9 +54,10 @@ class Config:
     warps: int = 4
     stages: int = 4
     vector: bool = False  # without matrix units, for one row of x
-    per_sm: int = 2  # with `vector`: programs per multiprocessor
+    norm: bool = False  # with `vector`: takes a Normed row as it is
     pdl: bool = False
-    prefetch: int = 0  # with pdl: bytes of each weight row, multiples of 16 x `chunks`; with `vector`: tiles of W
+    early: bool = True  # with pdl: the next kernel may start with this one
+    prefetch: int = 0  # with pdl: bytes of each weight row of the program, multiples of 16 x `chunks`
 
     @property
     def chunks(self) -> int:
@@ -144,6 +147,7 @@ def _product_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
@@ -156,7 +160,8 @@ def _product_kernel(
     # Rows behind the last one are read as the last one: their sums are not stored
     source = tl.minimum(column, N - 1).to(tl.int64)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         program = share * tl.num_programs(0) + tile
         _read_ahead(source, weight, K, first, program, wave, PDL, PREFETCH, CHUNKS)
         if GATED:
@@ -192,6 +197,8 @@ def _product_kernel(
                 v = v.to(tl.float32)
             up = tl.dot(v, right, up, input_precision=PRECISION)
 
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     if SPLITS == 1:
         _finish(gate, up, bias, out, row, column, rows, out_stride, N, GATED, BIAS)
     else:
@@ -208,114 +215,94 @@ def _product_kernel(
             _finish(total, total, bias, out, row, column, rows, out_stride, N, False, BIAS)
 
 
-@jit
-def _tile(step, weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Addresses of the tile of W that is number `step` of this program's stream, [BLOCK_N, BLOCK_K], and its
-    columns."""
-    per_tile: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    tile = tl.program_id(0) + (step // per_tile) * tl.num_programs(0)
-    # Rows behind the last one are read as the last one: their sums are not stored
-    rows = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-    columns = (step % per_tile) * BLOCK_K + tl.arange(0, BLOCK_K)
-    return weight + rows[:, None] * K + columns[None, :], columns
-
-
-@jit
-def _load_tile(step, steps, weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """That tile; zeros behind the stream's end."""
-    address, columns = _tile(step, weight, N, K, BLOCK_N, BLOCK_K)
-    inside = step < steps
-    if K % BLOCK_K:
-        inside = (inside & (columns < K))[None, :]
-    return tl.load(address, mask=inside, other=0.0, eviction_policy="evict_first")
-
-
-@jit
-def _touch_tile(step, steps, weight, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Brings that tile into the L2 cache, a line of 128 bytes at a time."""
-    if step < steps:
-        line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        per_tile: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-        tile = tl.program_id(0) + (step // per_tile) * tl.num_programs(0)
-        rows = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-        columns = tl.minimum((step % per_tile) * BLOCK_K + tl.arange(0, BLOCK_K // line) * line, K - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight + rows[:, None] * K + columns[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@jit
+@jit(do_not_specialize=["wave", "eps"])
 def _vector_kernel(
     x,
+    delta,
+    scale,
+    residual_out,
     weight,
     bias,
     out,
+    wave,
+    eps,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Program p takes the tiles p, p + programs, ... of W's rows, each in steps of BLOCK_K columns."""
-    per_tile: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    offset: tl.constexpr = N * K
-    steps = (tiles - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0) * per_tile
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    w0 = _load_tile(0, steps, weight, N, K, BLOCK_N, BLOCK_K)
-    v0 = w0
-    if GATED:
-        v0 = _load_tile(0, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
-    w1 = _load_tile(1, steps, weight, N, K, BLOCK_N, BLOCK_K)
-    v1 = w1
-    if GATED:
-        v1 = _load_tile(1, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
-    if PDL:
-        for step in tl.static_range(2, 2 + PREFETCH):
-            _touch_tile(step, steps, weight, N, K, BLOCK_N, BLOCK_K)
-            if GATED:
-                _touch_tile(step, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
-        tl.extra.cuda.gdc_wait()
+    """One program per tile of W's rows. With NORM, x is the residual; program 0 writes the sum with delta, if any."""
+    tile = tl.program_id(0)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows behind the last one are read as the last one: their sums are not stored
+    source = tl.minimum(column, N - 1).to(tl.int64)
     lane = tl.arange(0, BLOCK_K)
-    row = tl.arange(0, 1)
+    own = weight + source[:, None] * K + lane[None, :]
+    offset: tl.constexpr = N * K
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = tl.load(own, mask=(lane < K)[None, :], other=0.0, eviction_policy="evict_first")
+    v = w
+    if GATED:
+        v = tl.load(own + offset, mask=(lane < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if PDL:
+        _read_ahead(source, weight, K, BLOCK_K, tile, wave, PDL, PREFETCH, CHUNKS)
+        if GATED:
+            _read_ahead(source + N, weight, K, BLOCK_K, tile, wave, PDL, PREFETCH, CHUNKS)
+        tl.extra.cuda.gdc_wait()
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in range(steps):
-        w2 = _load_tile(step + 2, steps, weight, N, K, BLOCK_N, BLOCK_K)
-        v2 = w2
+    square = tl.zeros([BLOCK_K], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ahead = (lane < K - k - BLOCK_K)[None, :]
+        next_w = tl.load(own + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
+        next_v = next_w
         if GATED:
-            v2 = _load_tile(step + 2, steps, weight + offset, N, K, BLOCK_N, BLOCK_K)
-        part = step % per_tile
-        columns = part * BLOCK_K + lane
-        if K % BLOCK_K == 0:
-            right = tl.load(x + columns).to(tl.float32)[None, :]
-        else:
-            right = tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)[None, :]
-        gate += w0.to(tl.float32) * right
+            next_v = tl.load(own + offset + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
+        there = lane < K - k
+        right = tl.load(x + k + lane, mask=there, other=0.0).to(tl.float32)
+        if NORM:
+            if delta is not None:
+                right += tl.load(delta + k + lane, mask=there, other=0.0).to(tl.float32)
+                if tile == 0:
+                    tl.store(residual_out + k + lane, right, mask=there)
+            square += right * right
+            right *= tl.load(scale + k + lane, mask=there, other=0.0).to(tl.float32)
+        gate += w.to(tl.float32) * right[None, :]
         if GATED:
-            up += v0.to(tl.float32) * right
-        if part == per_tile - 1:
-            column = (tl.program_id(0) + step // per_tile * tl.num_programs(0)) * BLOCK_N + tl.arange(0, BLOCK_N)
-            first = tl.sum(gate, axis=1)[:, None]
-            second = first
-            if GATED:
-                second = tl.sum(up, axis=1)[:, None]
-            _finish(first, second, bias, out, row, column, 1, 0, N, GATED, BIAS)
-            gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        w0 = w1
-        v0 = v1
-        w1 = w2
-        v1 = v2
+            up += v.to(tl.float32) * right[None, :]
+        w = next_w
+        v = next_v
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.arange(0, 1)
+    first = tl.sum(gate, axis=1)[:, None]
+    second = first
+    if GATED:
+        second = tl.sum(up, axis=1)[:, None]
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+        first *= inverse
+        second *= inverse
+    _finish(first, second, bias, out, row, column, 1, 0, N, GATED, BIAS)
+
+
+@dataclass(slots=True)
+class Normed:
+    """One row that is yet to be normalised: (residual + delta) / rms(residual + delta) * scale."""
+
+    residual: torch.Tensor  # float32 [1, K]
+    delta: torch.Tensor | None  # [1, K]
+    scale: torch.Tensor  # [K]
+    eps: float
+    sum: torch.Tensor | None  # float32 [1, K], written where there is a delta: residual + delta; not `residual` itself
 
 
 class _Scratch:
@@ -345,7 +332,7 @@ _scratch = _Scratch()
 
 
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | Normed,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -353,7 +340,7 @@ def linear(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + b: [M, N] of `dtype` (x's by default).
+    """x W^T + b: [M, N] of `dtype` (W's by default). A Normed row needs a configuration with `norm`.
 
     x: [M, K], M <= 64, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
     lie apart. Raises ValueError for shapes that do not fit.
@@ -362,7 +349,7 @@ def linear(
 
 
 def gated(
-    x: torch.Tensor,
+    x: torch.Tensor | Normed,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -376,7 +363,7 @@ def gated(
 
 
 def _launch(
-    x: torch.Tensor,
+    x: torch.Tensor | Normed,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     config: Config,
@@ -384,13 +371,17 @@ def _launch(
     dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    rows, k = x.shape
+    normed = x if isinstance(x, Normed) else None
+    row = x.residual if isinstance(x, Normed) else x
+    rows, k = row.shape
     n = weight.shape[0] // 2 if is_gated else weight.shape[0]
     most = 1 if config.vector else MOST_ROWS
-    if not 1 <= rows <= most or weight.shape[1] != k or x.stride(1) != 1:
-        raise ValueError(f"x {tuple(x.shape)} and W {tuple(weight.shape)}: at most {most} rows, of W's width")
+    if not 1 <= rows <= most or weight.shape[1] != k or row.stride(1) != 1:
+        raise ValueError(f"x {tuple(row.shape)} and W {tuple(weight.shape)}: at most {most} rows, of W's width")
+    if (normed is not None) > config.norm or config.norm > config.vector:
+        raise ValueError("a row is normalised on the way only by a `vector` configuration with `norm`")
     if out is None:
-        out = torch.empty((rows, n), dtype=dtype or x.dtype, device=x.device)
+        out = torch.empty((rows, n), dtype=dtype or weight.dtype, device=weight.device)
     tiles = triton.cdiv(n, config.block_n)
     options = {"launch_pdl": True} if config.pdl else {}
     shape = {
@@ -401,12 +392,27 @@ def _launch(
         "GATED": is_gated,
         "BIAS": bias is not None,
         "PDL": config.pdl,
+        "EARLY": config.early,
         "PREFETCH": config.prefetch,
+        "CHUNKS": config.chunks,
     }
-    processors = _scratch.multiprocessors(x.device)
+    wave = _scratch.multiprocessors(weight.device) * _WAVE
     if config.vector:
-        programs = min(tiles, processors * config.per_sm)
-        _vector_kernel[(programs,)](x, weight, bias, out, **shape, num_warps=config.warps, **options)
+        _vector_kernel[(tiles,)](
+            row,
+            None if normed is None else normed.delta,
+            None if normed is None else normed.scale,
+            None if normed is None else normed.sum,
+            weight,
+            bias,
+            out,
+            wave,
+            0.0 if normed is None else normed.eps,
+            NORM=normed is not None,
+            **shape,
+            num_warps=config.warps,
+            **options,
+        )
         return out
     splits = config.splits
     padded = max(8, triton.next_power_of_2(rows))
@@ -414,24 +420,23 @@ def _launch(
     if splits > 1:
         if is_gated:
             raise ValueError("a gated product is not split: it has programs enough")
-        partial = torch.empty(tiles * splits * padded * config.block_n, dtype=torch.float32, device=x.device)
-        arrived = _scratch.arrived(x.device, tiles)
+        partial = torch.empty(tiles * splits * padded * config.block_n, dtype=torch.float32, device=weight.device)
+        arrived = _scratch.arrived(weight.device, tiles)
     _product_kernel[(tiles, splits)](
-        x,
+        row,
         weight,
         bias,
         out,
         partial,
         arrived,
         rows,
-        processors * _WAVE,
-        x.stride(0),
+        wave,
+        row.stride(0),
         out.stride(0),
         ROWS=padded,
         SPLITS=splits,
         STAGES=config.stages,
-        CHUNKS=config.chunks,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if row.dtype == torch.float32 else "tf32",
         WIDEN=interpreted,  # the interpreter does not multiply bfloat16 matrices
         **shape,
         num_warps=config.warps,
@@ -446,6 +451,12 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     return y if bias is None else y + bias.float()
 
 
+def normed_reference(x: Normed) -> torch.Tensor:
+    """The row that a Normed stands for, float32 [1, K]; `sum` is not written."""
+    total = x.residual if x.delta is None else x.residual + x.delta.float()
+    return total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + x.eps) * x.scale.float()
+
+
 def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`gated` in float32; gate and up are rounded to x's dtype as they are in the kernel."""
     gate, up = reference(x, weight, bias).to(x.dtype).float().chunk(2, dim=-1)
@@ -457,29 +468,37 @@ def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 Entry = tuple[tuple[int, Config | None], ...]
 TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType(
     {
-        # Llama-3.1-8B and Qwen3-8B on an H200; one row is behind a norm, so with PDL
+        # Llama-3.1-8B and Qwen3-8B on an H200, in a layer
         (False, 6144, 4096): (
-            (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
-            (16, Config(16, 256, warps=1, stages=4, pdl=True)),
+            (1, Config(4, 2048, warps=8, vector=True, norm=True, pdl=True)),
+            (8, Config(16, 256, warps=1, stages=4, pdl=True)),
+            (16, None),
+            (32, Config(64, 128, splits=2, warps=4, stages=4, pdl=True)),
         ),
         (False, 4096, 4096): (
             (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
             (8, Config(32, 128, splits=2, warps=2, stages=5)),
-            (16, Config(64, 128, splits=4, warps=4, stages=4, pdl=True)),
+            (16, Config(64, 128, splits=2, warps=4, stages=4, pdl=True)),
+            (32, Config(64, 128, splits=2, warps=4, stages=6, pdl=True)),
         ),
         (True, 28672, 4096): (
             (1, Config(16, 256, warps=1, stages=3, pdl=True)),
-            (8, Config(64, 256, warps=4, stages=3, pdl=True)),
-            (16, Config(64, 64, warps=4, stages=5, pdl=True)),
+            (8, Config(16, 256, warps=1, stages=3, pdl=True)),
+            (16, Config(64, 128, warps=4, stages=3, pdl=True)),
+            (32, Config(128, 128, warps=8, stages=3)),
+            (64, Config(64, 64, warps=4, stages=5, pdl=True)),
         ),
         (False, 4096, 14336): (
             (1, Config(8, 512, warps=4, vector=True, pdl=True)),
-            (8, Config(16, 256, warps=1, stages=4, pdl=True)),
-            (16, Config(64, 128, splits=4, warps=4, stages=4, pdl=True, prefetch=1024)),
+            (8, Config(16, 512, warps=2, stages=4)),
+            (64, Config(64, 128, splits=2, warps=4, stages=6, pdl=True)),
         ),
         (False, 128256, 4096): (
             (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
-            (16, Config(64, 256, warps=4, stages=3)),
+            (8, Config(64, 256, warps=4, stages=3, pdl=True)),
+            (16, Config(128, 128, warps=4, stages=3, pdl=True)),
+            (32, Config(128, 64, warps=4, stages=5, pdl=True)),
+            (64, Config(128, 128, warps=8, stages=4, pdl=True)),
         ),
     }
 )

@@ -56,8 +56,9 @@ class CudaRecorder:
         return result
 
     def record(self, run: Callable[[], Result], name: str) -> tuple[Recording, Result]:
-        graph = torch.cuda.CUDAGraph()
-        if self.debug_folder is not None:
+        debug = self.debug_folder is not None
+        graph = torch.cuda.CUDAGraph(keep_graph=debug)
+        if debug:
             graph.enable_debug_mode()
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self.stream):
@@ -69,6 +70,7 @@ class CudaRecorder:
         if self.debug_folder is not None:
             self.debug_folder.mkdir(parents=True, exist_ok=True)
             graph.debug_dump(str(self.debug_folder / f"{name}.dot"))
+            graph.instantiate()
         return graph, result
 
     def memory_bytes(self) -> int:

@@ -27,11 +27,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BLOCK = 16
+BLOCKS = 512
 BACKENDS = ["triton", "flashinfer"]
 _CUBLAS = ("gemm", "gemv", "splitk", "cutlass", "nvjet", "cublas", "memset")
 
 
-def new_runner(folder: Path, dtype: str, backend: str = "triton", blocks: int = 128, **options: Any) -> ModelRunner:
+def new_runner(folder: Path, dtype: str, backend: str = "triton", blocks: int = 0, **options: Any) -> ModelRunner:
     options = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256} | options
     if backend == "flashinfer":
         pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
@@ -47,7 +48,7 @@ def new_runner(folder: Path, dtype: str, backend: str = "triton", blocks: int = 
         options.pop("max_num_seqs"),
         options.pop("max_num_batched_tokens"),
     )
-    runner.init_kv(blocks)
+    runner.init_kv(blocks or BLOCKS)
     return runner
 
 
@@ -113,10 +114,13 @@ def fill(runner: ModelRunner, seed: int = 0) -> None:
 
 
 def decode_batch(runner: ModelRunner, rows: int, start: int = 40, seed: int = 0) -> StepBatch:
-    per_row = 512 // runner.block_size
-    order = (1 + torch.randperm(127, generator=torch.Generator().manual_seed(seed))).tolist()
-    tables = [[order[(row * 7 + i) % 127] for i in range(per_row)] for row in range(rows)]
-    return StepBatch([sampled(str(r), [r * 31 % 4096], start + 13 * r % 100, tables[r]) for r in range(rows)])
+    """Rows of different lengths over blocks of their own, in random order."""
+    starts = [start + 13 * row % 100 for row in range(rows)]
+    per_row = -(-(max(starts) + 1) // runner.block_size)
+    order = (1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(seed))).tolist()
+    tables = [order[row * per_row : (row + 1) * per_row] for row in range(rows)]
+    assert len(tables[-1]) == per_row
+    return StepBatch([sampled(str(r), [r * 31 % 4096], starts[r], tables[r]) for r in range(rows)])
 
 
 # -- tokens of transformers ------------------------------------------------------------------------------------
@@ -229,7 +233,7 @@ def test_replay_when_the_batch_is_padded_then_blocks_of_others_stay() -> None:
     runner = graph_runner()
     for rows in (1, 2, 5, 7, 9, 15):
         batch = StepBatch([sampled(str(r), [r], 20, [1 + 2 * r, 2 + 2 * r]) for r in range(rows)])
-        others = torch.ones(128, dtype=torch.bool, device="cuda")
+        others = torch.ones(BLOCKS, dtype=torch.bool, device="cuda")
         others[1 : 1 + 2 * rows] = False
         with torch.inference_mode():
             for pool in pools(runner):
@@ -274,10 +278,10 @@ def test_replay_when_lengths_tables_and_weights_change_then_they_take_effect_at_
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_equal_eager_ones(backend: str) -> None:
     runner = graph_runner(backend)
-    fill(runner, 2)
     expected: dict[tuple[int, int], list[int | None]] = {}
     for turn in range(200):
         rows, start = 1 + turn * 7 % 16, 1 + turn % 5 * 60
+        fill(runner, 2)  # the step before has changed it
         batch = decode_batch(runner, rows, start=start, seed=3)
         tokens = [row.token_id for row in runner.execute(batch).rows]
         assert expected.setdefault((rows, start), tokens) == tokens, (turn, rows, start)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from kernels import embedding, rotary, small_gemm
-from kernels.small_gemm import Config
+from kernels.small_gemm import Config, Normed, normed_reference
 
 CONFIGS = [
     Config(32, 32),
     Config(16, 32, splits=3),
     Config(16, 16, splits=2, warps=2, stages=2),
 ]
-VECTORS = [Config(16, 32, vector=True), Config(4, 64, vector=True, per_sm=1), Config(8, 128, vector=True, warps=8)]
+VECTORS = [Config(16, 32, vector=True), Config(4, 64, vector=True, early=False), Config(8, 128, vector=True, warps=8)]
 
 
 def operands(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -54,6 +54,27 @@ def test_product_when_of_one_row_and_streamed_then_equals_the_reference(
     assert_near(small_gemm.gated(x, weight, bias, config=config), small_gemm.gated_reference(x, weight, bias))
 
 
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (70, 72)])
+def test_product_when_its_row_is_normalised_on_the_way_then_equals_the_steps(
+    n: int, k: int, dtype: torch.dtype, with_delta: bool, device: torch.device
+) -> None:
+    x, weight, bias = operands(1, n, k, dtype, device)
+    residual = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).to(device) * 3
+    delta = x if with_delta else None
+    total = torch.full_like(residual, torch.nan) if with_delta else None
+    row = Normed(residual, delta, bias.new_ones(k) * 1.5, 1e-5, total)
+    plain, config = normed_reference(row), Config(8, 64, vector=True, norm=True)
+    assert_near(small_gemm.linear(row, weight, bias, config=config), small_gemm.reference(plain, weight, bias))
+    expected = small_gemm.gated_reference(plain, weight, bias)
+    torch.testing.assert_close(
+        small_gemm.gated(row, weight, bias, config=config).float(), expected, rtol=2e-2, atol=2e-2
+    )
+    if total is not None:
+        assert torch.equal(total, residual + x.float())
+
+
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_gated_product_when_of_few_rows_then_equals_the_reference(rows: int, device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -79,6 +100,9 @@ def test_product_when_shapes_do_not_fit_then_it_is_refused(device: torch.device)
         small_gemm.linear(x, weight[:, :8].contiguous(), config=CONFIGS[0])
     with pytest.raises(ValueError, match="at most 64 rows"):
         small_gemm.linear(torch.zeros(65, 16, device=device), weight, config=CONFIGS[0])
+    row = Normed(torch.zeros(1, 16, device=device), None, torch.ones(16, device=device), 1e-5, None)
+    with pytest.raises(ValueError, match="normalised on the way"):
+        small_gemm.linear(row, weight, config=VECTORS[0])
     with pytest.raises(ValueError, match="not split"):
         small_gemm.gated(x, weight, config=CONFIGS[1])
 
@@ -91,9 +115,10 @@ def test_table_when_looked_up_then_entries_are_configurations_that_can_run() -> 
             if config is None:
                 continue
             assert not (gated and config.splits > 1)
-            assert not config.vector or (rows == 1 and index == 0 and config.prefetch <= 8)
-            assert config.vector or config.prefetch % (16 * config.chunks) == 0
-            assert config.vector or config.prefetch <= k * 2 // config.splits
+            assert not config.vector or (rows == 1 and index == 0)
+            assert config.vector or not config.norm
+            assert config.prefetch % (16 * config.chunks) == 0
+            assert config.prefetch <= k * 2 // config.splits - (2 * config.block_k if config.vector else 0)
             assert n % config.block_n == 0
 
 
