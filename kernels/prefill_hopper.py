@@ -15,13 +15,16 @@ In Gluon, Triton's language for explicit layouts; there is no interpreter for it
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import torch
 
 from kernels.jit import jit, tl
 
-try:
+if importlib.util.find_spec("triton") is None:  # a launch raises KernelUnavailable
+    gl, gluon_jit = tl, jit
+else:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,9 +35,7 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-except ImportError:  # no Triton, or one without Gluon: a launch raises KernelUnavailable
-    gl, gluon_jit = tl, jit
-else:
+
     gluon_jit = gluon.jit
 
 _HALF = gl.constexpr(64)
