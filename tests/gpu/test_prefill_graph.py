@@ -349,8 +349,8 @@ def test_ledger_when_graphs_hold_scratch_then_it_is_reserved_and_the_total_is_wh
 
 
 def test_disaggregation_when_the_prompt_was_replayed_then_both_ends_say_so_and_tokens_are_the_colocated_ones():
-    options = {"model": folder_of("grouped"), "load_format": "dummy", "device": "cuda", "block_size": 16}
-    options |= {"attention_backend": "triton", "max_num_batched_tokens": 128, "max_model_len": 512}
+    options: dict[str, object] = {"model": folder_of("grouped"), "load_format": "dummy", "device": "cuda"}
+    options |= {"attention_backend": "triton", "max_num_batched_tokens": 128, "max_model_len": 512, "block_size": 16}
     with pair(prefill={**options, "prefill_graph": GRAPHS}, decode=options) as (p, d):
         tokens = serve(p, d, "a#0.00000000", prompt(60, 1), max_tokens=6)
         for side in (p, d):

@@ -24,6 +24,7 @@ from engine.messages import (
 )
 from engine.process import start_core
 from rpc.errors import ErrorCode
+from rpc.input_embeddings import InputEmbedding
 from tests.unit.engine.tiny_models import tiny_model
 
 LIMIT_S = 30.0
@@ -34,6 +35,7 @@ class RealEngine:
 
     def __init__(self, role: str = "decode", model: str | Path = "llama", **options: object) -> None:
         settings = {
+            "device": "cpu",
             "dtype": "float32",
             "num_kv_blocks": 64,
             "block_size": 8,
@@ -72,6 +74,7 @@ class RealEngine:
         source: KvSource | None = None,
         outputs: Sequence[int] = (),
         salt: str = "",
+        embeddings: Sequence[InputEmbedding] = (),
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
@@ -84,6 +87,7 @@ class RealEngine:
             cache_salt=salt,
             arrival_ns=time.monotonic_ns(),
             kv_source=source,
+            input_embeddings=list(embeddings),
         )
         self.core.handle(FrontMessage(adds=[request]))
 

@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+import torch
 import zmq
 
 from engine.core import EngineLoop
@@ -23,6 +24,7 @@ from tests.unit.engine.prefill_graph.graph_runners import model_folder, prompt
 from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
 
 GRAPHS = PrefillGraphSettings(enabled=True, max_requests=2, buckets=(8, 16))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not available, reason="needs Triton")
 
 
@@ -30,7 +32,7 @@ def options(**changes: object) -> dict[str, object]:
     return {
         "model": model_folder(layers=1),
         "load_format": "dummy",
-        "device": "cpu",
+        "device": DEVICE,
         "attention_backend": "triton",
         "enable_cuda_graph": True,
         "prefill_graph": GRAPHS,
