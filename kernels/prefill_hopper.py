@@ -303,7 +303,7 @@ def _prefill_hopper_kernel(
         if WINDOW > 0:
             begin = gl.maximum(low - WINDOW + 1, 0) // TILE
         count = last + 1 - begin
-        masked = gl.minimum(last + 1 - (low + 1) // TILE, count)
+        masked = gl.maximum(gl.minimum(last + 1 - (low + 1) // TILE, count), 1)  # tiles that not all see entirely
 
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
         queries = gl.allocate_shared_memory(gl.bfloat16, [2, 64, DIM], LAYOUT)
