@@ -43,6 +43,8 @@ HELD_UP_S = 0.25  # a timer that is later than this has been held up together wi
 
 _log = logging.getLogger(__name__)
 
+_NO_BYTES = memoryview(b"")
+
 # After these, P still holds the KV as far as D knows, and a second try may succeed.
 _RETRIABLE = frozenset(
     {
@@ -384,11 +386,20 @@ class Puller:
             event = pb.LoadEvent.FromString(message)
         except DecodeError:
             load.fail_with(breach("an event that cannot be parsed"))
-        kinds = [event.HasField("pieces"), event.HasField("started"), event.HasField("done"), event.state != 0]
+        kinds = [
+            event.HasField("pieces"),
+            event.HasField("started"),
+            event.HasField("done"),
+            event.state != 0,
+            len(event.notices) > 0,
+        ]
         if sum(kinds) != 1:
             load.fail_with(breach("an event of no kind, or of two"))
         if event.HasField("pieces"):
             await landing.store(load, event.pieces, memoryview(event.data))
+        elif event.notices:
+            for header in event.notices:
+                await landing.store(load, header, _NO_BYTES)
         elif event.HasField("started"):
             load.on_started(event.started)
         elif event.HasField("done"):

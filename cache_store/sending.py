@@ -29,6 +29,7 @@ from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 
 HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
+MOST_NOTICES = 64  # layers of which one event of the transport ipc speaks
 WINDOW = 4  # events of one load that are being copied out of a device, or wait for their turn on the stream
 
 _STARTED_RUNNING = pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING).SerializeToString()
@@ -337,12 +338,15 @@ class NoticeSender(Sender):
     transport = "ipc"
 
     async def _advance(self) -> bool:
-        run = self._reader.next_run()
-        if run is None:
-            return False
-        blocks = await self._chosen(run)
-        if blocks:
-            ids = self._reader.lease.blocks[run.wanted.layout.tag]
-            header = self._header(run, blocks, source_blocks=[ids[block] for block in blocks])
-            await self._send(wire.encode_piece(header, ()), len(blocks), run.wanted.piece_bytes * len(blocks))
-        return True
+        notices: list[pb.PieceHeader] = []
+        pieces = size = 0
+        while len(notices) < MOST_NOTICES and (run := self._reader.next_run()) is not None:
+            blocks = await self._chosen(run)
+            if blocks:
+                ids = self._reader.lease.blocks[run.wanted.layout.tag]
+                notices.append(self._header(run, blocks, source_blocks=[ids[block] for block in blocks]))
+                pieces += len(blocks)
+                size += run.wanted.piece_bytes * len(blocks)
+        if notices:
+            await self._send(pb.LoadEvent(notices=notices).SerializeToString(), pieces, size)
+        return bool(notices)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HAND_OVER_S = 0.005  # longest time that a computed layer waits for the next ones
 HAND_OVER_BYTES = 1 << 20
+LATE_BYTES = 32 << 20  # a device's step that adds less KV is handed over when its tokens have left
 
 _FINISH_TO_WIRE = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -162,6 +163,11 @@ class _Publisher:
     Each hand-over wakes the agent's thread, and with it the decode server, which compete with the computation for the
     interpreter and the cores. A prompt of 64 tokens of SmolLM2-135M, whose layers take 0.8 ms and 49 kB each, took
     twice as long to compute with a hand-over per layer. Layers that take longer than HAND_OVER_S go one by one.
+
+    On a device the layers are only queued while this runs, and their marks wake the agent when they are computed: those
+    of a replayed graph all at the moment at which the step's tokens are there, too. So a step with little KV, whose
+    transfer takes no longer than a few milliseconds, is handed over after its tokens have left, and any other one layer
+    by layer.
     """
 
     def __init__(
@@ -175,12 +181,13 @@ class _Publisher:
         """shares: per group the request keys with their complete blocks after this step; layer_bytes: per group what
         one layer of the step adds to that; num_layers: of all groups; defer: takes the last hand-over."""
         self._agent = agent
-        # On a device the layers are only queued while this runs, and each hand-over waits for its mark by itself: there
-        # is nothing to compete with, and a late one would only delay the transfer.
-        self._defer = None if agent.on_device else defer
+        self._defer = defer
         self._shares = shares
         self._layer_bytes = layer_bytes
         self._layers_left = num_layers
+        small = num_layers * max(layer_bytes.values()) < LATE_BYTES
+        self._all_late = agent.on_device and small
+        self._last_late = small or not agent.on_device
         self._held: list[tuple[str, int]] = []
         self._held_bytes = 0
         self._handed_over_at = time.monotonic()
@@ -189,8 +196,10 @@ class _Publisher:
         self._held.append((group, layer))
         self._held_bytes += self._layer_bytes[group]
         self._layers_left -= 1
-        if not self._layers_left and self._defer is not None:
+        if not self._layers_left and self._last_late:
             self._defer(self._hand_over)
+        elif self._all_late:
+            return
         elif (
             not self._layers_left
             or self._held_bytes >= HAND_OVER_BYTES
