@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -14,6 +15,8 @@ from cache_store import peers as peers_module
 from cache_store.agent import CacheStoreAgent, GroupLayout, KvSourceRef, LeaseEnded
 from cache_store.lease import LeaseTable
 from cache_store.sending import WINDOW
+from protos import cache_store_pb2 as pb
+from protos import cache_store_pb2_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store import agents
@@ -515,6 +518,34 @@ def test_memory_that_cannot_be_opened_when_ipc_is_demanded_then_the_peers_do_not
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
         assert failed.error.metadata["transports"] == "ipc / grpc"
+
+
+def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(direct: Pair) -> None:
+    prefill, _ = direct
+    prefill.stage(KEY, [5, 9])
+    request = pb.LoadRequest(
+        reference=pb.KvReference(engine_id="prefill", request_key=KEY),
+        wanted=[
+            pb.WantedBlocks(
+                group="full", block_size=LAYOUT.block_size, first_block=0, num_blocks=2, num_layers=LAYOUT.num_layers,
+                block_bytes=LAYOUT.block_bytes, partition_count=1, partition_id=0,
+            )
+        ],
+        prompt_tokens=2 * LAYOUT.block_size,
+        checksum="all",
+        chunk_bytes=1 << 16,
+        transport="ipc",
+    )  # fmt: skip
+    with grpc.insecure_channel(prefill.address) as channel:
+        events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(request, timeout=WAIT_S))
+    (notices,) = [event.notices for event in events if event.notices]
+    assert not any(event.data or event.HasField("pieces") for event in events)
+    assert [(n.layer, list(n.blocks), list(n.source_blocks)) for n in notices] == [
+        (layer, [0, 1], [5, 9]) for layer in range(LAYOUT.num_layers)
+    ]
+    assert events[-1].done.pieces == 2 * LAYOUT.num_layers
+    prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
+    prefill.lease_ended()
 
 
 def test_direct_read_when_the_lease_ends_before_the_copy_is_done_then_no_token_comes_of_it(direct: Pair) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from cache_store.layout import GroupLayout
 from cache_store.pool import StagedKvPool
 from cache_store.stream_copies import StreamCopyEngine
 from engine.messages import RunMode
+from engine.transfer import HAND_OVER_BYTES, LATE_BYTES, _Publisher
 from rpc import faults
 from rpc.errors import ErrorCode
 from tests.unit.cache_store.late_device import LateDevice
@@ -50,6 +51,49 @@ def test_pd_when_the_kv_is_on_a_device_then_the_tokens_are_those_of_one_engine(t
         received = [item for item in d.observations if item.name == "baton_kv_transfer_bytes_total"]
         assert {item.labels["transport"] for item in received} == {transport}
         assert [end.outcome for end in p.staged_ends] == ["released"] * 3
+
+
+class Told:
+    """Takes what a publisher hands over."""
+
+    def __init__(self, on_device: bool) -> None:
+        self.on_device = on_device
+        self.marks = 0
+        self.published: list[tuple[str, int, int | None]] = []
+
+    def mark(self) -> int | None:
+        self.marks += 1
+        return self.marks if self.on_device else None
+
+    def publish(self, key: str, group: str, layer: int, upto: int, after: int | None) -> None:
+        self.published.append((key, layer, after))
+
+
+@pytest.mark.parametrize(
+    ("on_device", "layer_bytes", "at_once", "late"),
+    [
+        (True, LATE_BYTES, [0, 1, 2], []),  # each layer when it is queued, the last one too
+        (True, HAND_OVER_BYTES, [], [0, 1, 2]),  # little KV: after the first token
+        (False, LATE_BYTES, [0, 1], [2]),
+    ],
+    ids=["long prompt on a device", "short prompt on a device", "on the CPU"],
+)
+def test_layers_of_a_step_when_they_are_queued_then_they_are_handed_over_in_time(
+    on_device: bool, layer_bytes: int, at_once: list[int], late: list[int]
+) -> None:
+    agent = Told(on_device)
+    deferred: list[Callable[[], None]] = []
+    publisher = _Publisher(agent, {"full": [("k", 7)]}, {"full": layer_bytes}, 3, deferred.append)  # type: ignore[arg-type]
+    for layer in range(3):
+        publisher("full", layer)
+    assert [layer for _, layer, _ in agent.published] == at_once
+    for hand_over in deferred:
+        hand_over()
+    assert [layer for _, layer, _ in agent.published] == at_once + late
+    marks = [after for _, _, after in agent.published]
+    assert all(isinstance(after, int) for after in marks) if on_device else marks == [None] * 3
+    if at_once and on_device:
+        assert marks == [1, 2, 3]  # each its own point of the computation
 
 
 @pytest.mark.parametrize("transport", ["ipc", "grpc"])
