@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -63,21 +64,18 @@ def prepare_prefill_replay_metadata(
     if tokens > bucket:
         return MetadataFailure(f"{tokens} tokens; the bucket holds {bucket}")
     slots = max_requests + 1
-    slot_lengths = np.zeros(slots, np.int32)
-    slot_lengths[:count] = lengths
-    slot_lengths[max_requests] = bucket - tokens
-    ends = slot_lengths.cumsum(dtype=np.int32)
-    packed_offset = int(ends[-1])
+    slot_lengths = [*lengths, *[0] * (max_requests - count), bucket - tokens]
+    ends = [0, *accumulate(slot_lengths)]
+    packed_offset = ends[-1]
     if packed_offset != bucket:
         return MetadataFailure(f"the slots hold {packed_offset} tokens, the bucket {bucket}")
     out.input_lengths[:slots] = slot_lengths
-    out.cu_seqlens[0] = 0
-    out.cu_seqlens[1 : slots + 1] = ends
-    out.cu_kv_seqlens[: slots + 1] = out.cu_seqlens[: slots + 1]
+    out.cu_seqlens[: slots + 1] = ends
+    out.cu_kv_seqlens[: slots + 1] = ends
     # In slot s every token is moved by the same distance: from the slot's packed start to s * bucket.
-    moved = np.arange(0, slots * bucket, bucket, dtype=np.int32)
-    moved -= out.cu_seqlens[:slots]
-    out.padding_offset[:bucket] = moved.repeat(slot_lengths)
+    for slot in (*range(count), max_requests):
+        begin = ends[slot]
+        out.padding_offset[begin : ends[slot + 1]] = slot * bucket - begin
     return None
 
 

@@ -62,8 +62,9 @@ class _Copies:
             self._copied[self._turn].synchronize()
         return self._turn
 
-    def copy(self, turn: int, target: torch.Tensor) -> None:
-        target.copy_(self.buffers[turn][: target.numel()], non_blocking=True)
+    def copy(self, turn: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """source: a view of the buffer of this turn."""
+        target.copy_(source, non_blocking=True)
         if self._copied is not None:
             self._copied[turn].record()
 
@@ -350,7 +351,7 @@ class PrefillGraphRunner:
         if failure is not None:
             raise ValueError(failure.reason)
         fault("prefill_graph.prepare", step="copy")
-        self._copies.copy(turn, bucket.on_device)
+        self._copies.copy(turn, bucket.staged[turn].buffer, bucket.on_device)
 
 
 def pad_token_id(config: ModelConfig) -> int:

@@ -113,8 +113,11 @@ class _HostGroup:
     slots: npt.NDArray[np.int64]
     tables: npt.NDArray[np.int32]
     block_size: int
-    num_slots: int  # of the pool
-    sentinel: npt.NDArray[np.int32]  # block-table row of the sentinel
+    num_blocks: int  # of the pool
+    block_of: npt.NDArray[np.int64]  # column of the block table, by position
+    offset_of: npt.NDArray[np.int64]  # place in the block, by position
+    scratch: npt.NDArray[np.int32]  # block-table row of the sentinel
+    scratch_slots: npt.NDArray[np.int64]  # of the sentinel's tokens, by position
 
 
 class HostStaging:
@@ -137,16 +140,11 @@ class HostStaging:
         self._last_tokens = arrays.last_tokens.numpy()
         self._overridden = arrays.overridden.numpy()
         self._position_ids = arrays.position_ids.numpy()
-        self._packed = np.arange(layout.bucket, dtype=np.int32)
-        self._groups: list[tuple[str, _HostGroup]] = []
-        for tag, group in layout.groups.items():
-            tables = arrays.block_tables[tag].numpy()
-            sentinel = np.zeros(tables.shape[1], np.int32)
-            needed = min(tables.shape[1], len(group.scratch))
-            sentinel[:needed] = group.scratch[:needed]
-            size = group.block_size
-            held = _HostGroup(arrays.slots[tag].numpy(), tables, size, group.num_blocks * size, sentinel)
-            self._groups.append((tag, held))
+        self._counted = np.arange(layout.bucket, dtype=np.int32)
+        self._groups = [
+            (tag, _host_group(group, arrays.slots[tag].numpy(), arrays.block_tables[tag].numpy()))
+            for tag, group in layout.groups.items()
+        ]
 
     def fill(self, rows: Sequence[BatchRow], tables: Mapping[str, Sequence[Sequence[int]]]) -> MetadataFailure | None:
         """Lays out `rows`, prompts without prefix; `tables` has their physical blocks by cache group.
@@ -158,17 +156,17 @@ class HostStaging:
         failure = prepare_prefill_replay_metadata(lengths, layout.bucket, layout.max_requests, self._metadata)
         if failure is not None:
             return failure
-        count, tokens = len(rows), sum(lengths)
-        begin = 0
-        for row, length in zip(rows, lengths, strict=True):
-            self._token_ids[begin : begin + length] = row.token_ids
-            begin += length
+        count, begin = len(rows), 0
+        counted = self._counted
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            end = begin + length
+            self._token_ids[begin:end] = row.token_ids
+            self._positions[begin:end] = counted[:length]
+            self._last_tokens[index] = end - 1
+            begin = end
+        tokens = begin
         self._token_ids[tokens:] = layout.pad_token_id
-        # A token's place when slots are laid out apart tells its slot and its position there.
-        slot_of, positions = np.divmod(self._packed + self._metadata.padding_offset, layout.bucket)
-        self._positions[:] = positions
-        self._last_tokens[:count] = self._metadata.cu_seqlens[1 : count + 1]
-        self._last_tokens[:count] -= 1
+        self._positions[tokens:] = counted[: layout.bucket - tokens]
         self._last_tokens[count:] = 0
         self._overridden[:] = 0
         if any(row.embeddings for row in rows):
@@ -176,17 +174,9 @@ class HostStaging:
         if layout.position_axes:
             self._fill_position_ids(rows, lengths, tokens)
         for tag, group in self._groups:
-            group.tables[:-1] = 0
-            for slot, blocks in enumerate(tables[tag]):
-                needed = -(-lengths[slot] // group.block_size)
-                group.tables[slot, :needed] = blocks[:needed]
-            group.tables[-1] = group.sentinel
-            block, offset = np.divmod(positions, group.block_size)
-            np.multiply(group.tables[slot_of, block], group.block_size, out=group.slots, dtype=np.int64)
-            group.slots += offset
-            # Block 0 is nobody's, so the first slot that a prompt may have is that of block 1
-            if group.slots.min() < group.block_size or group.slots.max() >= group.num_slots:
-                return MetadataFailure(f"a block of group {tag} is outside [1, {group.num_slots // group.block_size})")
+            failure = _fill_group(group, lengths, tables[tag], layout.bucket)
+            if failure:
+                return MetadataFailure(f"cache group {tag}: {failure}")
         return None
 
     def _mark_overridden(self, rows: Sequence[BatchRow], lengths: Sequence[int]) -> None:
@@ -203,3 +193,33 @@ class HostStaging:
             self._position_ids[:, begin : begin + length] = own
             begin += length
         self._position_ids[:, tokens:] = 0
+
+
+def _host_group(group: GroupShape, slots: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]) -> _HostGroup:
+    block_of, offset_of = np.divmod(np.arange(slots.shape[0], dtype=np.int64), group.block_size)
+    scratch = np.zeros(tables.shape[1], np.int32)
+    scratch[:] = group.scratch[: tables.shape[1]]
+    scratch_slots = scratch[block_of] * np.int64(group.block_size) + offset_of
+    size, num_blocks = group.block_size, group.num_blocks
+    return _HostGroup(slots, tables, size, num_blocks, block_of, offset_of, scratch, scratch_slots)
+
+
+def _fill_group(group: _HostGroup, lengths: Sequence[int], blocks: Sequence[Sequence[int]], bucket: int) -> str:
+    """Block tables and slots of one cache group. Returns what is wrong with a prompt's blocks; empty: nothing."""
+    size, begin = group.block_size, 0
+    group.tables[:] = 0
+    for index, (length, own) in enumerate(zip(lengths, blocks, strict=True)):
+        needed = -(-length // size)
+        used = own[:needed]
+        if len(used) < needed or min(used) < 1 or max(used) >= group.num_blocks:
+            return f"{length} tokens need {needed} blocks of [1, {group.num_blocks}), there are {list(used)}"
+        row = group.tables[index]
+        row[:needed] = used
+        end = begin + length
+        slots = group.slots[begin:end]
+        np.multiply(row[group.block_of[:length]], size, out=slots, dtype=np.int64)
+        slots += group.offset_of[:length]
+        begin = end
+    group.tables[-1] = group.scratch
+    group.slots[begin:] = group.scratch_slots[: bucket - begin]
+    return ""

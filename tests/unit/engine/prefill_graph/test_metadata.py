@@ -141,6 +141,8 @@ def test_staging_when_a_batch_cannot_be_laid_out_then_it_says_so():
 def test_staging_when_a_prompts_block_is_outside_the_pool_then_it_says_so(block):
     failure = staging().fill(rows(5, 6), {"small": [[3, 5], [8, block, 14]], "large": [[4], [6]]})
     assert isinstance(failure, MetadataFailure)
+    failure = staging().fill(rows(5, 6), {"small": [[3], [8, 9]], "large": [[4], [6]]})
+    assert isinstance(failure, MetadataFailure)
     assert "small" in failure.reason
 
 
