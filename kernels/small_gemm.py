@@ -1,11 +1,14 @@
-"""Products of a few rows with a weight, y[M, N] = x[M, K] W[N, K]^T + b for M <= 64, which are bound by reading W once.
+"""Products of a few rows with a weight, y[M, N] = x[M, K] W[N, K]^T + b for M <= 192, which are bound by reading W
+once.
 
 Bytes: N x K x 2 of weights (bfloat16), everything else is small. Llama-3.1-8B at 4.27 TB/s: qkv 6144 x 4096 50 MB,
 11.8 us; o 4096 x 4096 34 MB, 7.9 us; gate-up 28672 x 4096 235 MB, 55 us; down 4096 x 14336 117 MB, 27.5 us; head
-128256 x 4096 1051 MB, 246 us. FLOPs: 2 x M x N x K, at M = 64 a third of what the matrix units could do meanwhile.
+128256 x 4096 1051 MB, 246 us. FLOPs: 2 x M x N x K, at M = 64 a third of what the matrix units could do meanwhile,
+at M = 180 all of it.
 
 A program takes BLOCK_N rows of W and a share of K. The weight is the left operand of the matrix product, so that its
-rows fill the matrix units' tall side, and x, padded to 8, 16, 32 or 64 rows, the right one. Triton's pipeline keeps
+rows fill the matrix units' tall side, and x the right one, padded to a power of two of rows, or to one and a quarter or
+half of it (two products with one tile of W). Triton's pipeline keeps
 STAGES tiles of W in flight, BLOCK_N x BLOCK_K x 2 bytes each; 40 KB in flight per multiprocessor and more saturate the
 memory.
 
@@ -40,7 +43,7 @@ import torch
 
 from kernels.jit import interpreted, jit, tl, triton
 
-MOST_ROWS = 64
+MOST_ROWS = 192
 _WAVE = 2  # programs per multiprocessor that read ahead into the L2 cache
 
 
@@ -123,6 +126,41 @@ def _finish(
     tl.store(out + place, gate, mask=inside)
 
 
+@jit
+def _load_tile(weight, source, k, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr):
+    """W's rows `source`, columns k: [rows, columns]."""
+    place = weight + source[:, None] * K + k[None, :]
+    if EVEN:
+        w = tl.load(place, eviction_policy="evict_first")
+    else:
+        w = tl.load(place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    if WIDEN:
+        w = w.to(tl.float32)
+    return w
+
+
+@jit
+def _load_rows(x, row, rows, x_stride, k, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr):
+    """Rows of x, transposed: [columns k, rows]; zeros behind the last row."""
+    inside = (row < rows)[None, :]
+    if not EVEN:
+        inside = inside & (k < K)[:, None]
+    right = tl.load(x + row[None, :] * x_stride + k[:, None], mask=inside, other=0.0)
+    if WIDEN:
+        right = right.to(tl.float32)
+    return right
+
+
+@jit
+def _sum_shares(own, row, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Sums of all shares of K, in their order: float32 [BLOCK_N, ROWS]."""
+    cell = row[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for share in tl.static_range(SPLITS):
+        total += tl.load(own + share * SIZE + cell, cache_modifier=".cg")
+    return total
+
+
 @jit(do_not_specialize=["rows", "wave"])
 def _product_kernel(
     x,
@@ -138,6 +176,7 @@ def _product_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    EXTRA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -169,50 +208,50 @@ def _product_kernel(
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
+    late = ROWS + tl.arange(0, EXTRA if EXTRA else 1)
     lane = tl.arange(0, BLOCK_K)
+    offset: tl.constexpr = N * K
     gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
     up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    late_gate = tl.zeros([BLOCK_N, EXTRA if EXTRA else 1], tl.float32)
+    late_up = tl.zeros([BLOCK_N, EXTRA if EXTRA else 1], tl.float32)
     even: tl.constexpr = K % (BLOCK_K * SPLITS) == 0
     for step in tl.range(0, steps, num_stages=STAGES):
         k = first + step * BLOCK_K + lane
-        place = source[:, None] * K + k[None, :]
-        if even:
-            w = tl.load(weight + place, eviction_policy="evict_first")
-            right = tl.load(x + row[None, :] * x_stride + k[:, None], mask=(row < rows)[None, :], other=0.0)
-        else:
-            w = tl.load(weight + place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
-            inside = (row < rows)[None, :] & (k < K)[:, None]
-            right = tl.load(x + row[None, :] * x_stride + k[:, None], mask=inside, other=0.0)
-        if WIDEN:
-            w = w.to(tl.float32)
-            right = right.to(tl.float32)
+        w = _load_tile(weight, source, k, K, even, WIDEN)
+        right = _load_rows(x, row, rows, x_stride, k, K, even, WIDEN)
         gate = tl.dot(w, right, gate, input_precision=PRECISION)
+        if EXTRA:
+            late_right = _load_rows(x, late, rows, x_stride, k, K, even, WIDEN)
+            late_gate = tl.dot(w, late_right, late_gate, input_precision=PRECISION)
         if GATED:
-            offset: tl.constexpr = N * K
-            if even:
-                v = tl.load(weight + offset + place, eviction_policy="evict_first")
-            else:
-                v = tl.load(weight + offset + place, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
-            if WIDEN:
-                v = v.to(tl.float32)
+            v = _load_tile(weight + offset, source, k, K, even, WIDEN)
             up = tl.dot(v, right, up, input_precision=PRECISION)
+            if EXTRA:
+                late_up = tl.dot(v, late_right, late_up, input_precision=PRECISION)
 
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS == 1:
         _finish(gate, up, bias, out, row, column, rows, out_stride, N, GATED, BIAS)
+        if EXTRA:
+            _finish(late_gate, late_up, bias, out, late, column, rows, out_stride, N, GATED, BIAS)
     else:
-        # partial: [tiles, shares, ROWS, BLOCK_N]
-        own = partial + tile.to(tl.int64) * (SPLITS * ROWS * BLOCK_N)
-        cell = row[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        tl.store(own + share * (ROWS * BLOCK_N) + cell, gate)
+        # partial: [tiles, shares, ROWS + EXTRA, BLOCK_N]
+        size: tl.constexpr = (ROWS + EXTRA) * BLOCK_N
+        own = partial + tile.to(tl.int64) * (SPLITS * size)
+        inner = tl.arange(0, BLOCK_N)[:, None]
+        tl.store(own + share * size + row[None, :] * BLOCK_N + inner, gate)
+        if EXTRA:
+            tl.store(own + share * size + late[None, :] * BLOCK_N + inner, late_gate)
         tl.debug_barrier()  # all of this program's sums are written before it counts itself as arrived
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for other in tl.static_range(SPLITS):
-                total += tl.load(own + other * (ROWS * BLOCK_N) + cell, cache_modifier=".cg")
             tl.store(arrived + tile, 0)  # for the next product
+            total = _sum_shares(own, row, ROWS, BLOCK_N, size, SPLITS)
             _finish(total, total, bias, out, row, column, rows, out_stride, N, False, BIAS)
+            if EXTRA:
+                total = _sum_shares(own, late, EXTRA, BLOCK_N, size, SPLITS)
+                _finish(total, total, bias, out, late, column, rows, out_stride, N, False, BIAS)
 
 
 @jit(do_not_specialize=["wave", "eps"])
@@ -342,7 +381,7 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + b: [M, N] of `dtype` (W's by default). A Normed row needs a configuration with `norm`.
 
-    x: [M, K], M <= 64, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
+    x: [M, K], M <= 192, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
     lie apart. Raises ValueError for shapes that do not fit.
     """
     return _launch(x, weight, bias, config, False, dtype, out)
@@ -415,12 +454,14 @@ def _launch(
         )
         return out
     splits = config.splits
-    padded = max(8, triton.next_power_of_2(rows))
+    padded, extra = _padding(rows)
     partial = arrived = None
     if splits > 1:
         if is_gated:
             raise ValueError("a gated product is not split: it has programs enough")
-        partial = torch.empty(tiles * splits * padded * config.block_n, dtype=torch.float32, device=weight.device)
+        partial = torch.empty(
+            tiles * splits * (padded + extra) * config.block_n, dtype=torch.float32, device=weight.device
+        )
         arrived = _scratch.arrived(weight.device, tiles)
     _product_kernel[(tiles, splits)](
         row,
@@ -434,6 +475,7 @@ def _launch(
         row.stride(0),
         out.stride(0),
         ROWS=padded,
+        EXTRA=extra,
         SPLITS=splits,
         STAGES=config.stages,
         PRECISION="ieee" if row.dtype == torch.float32 else "tf32",
@@ -443,6 +485,16 @@ def _launch(
         **options,
     )
     return out
+
+
+def _padding(rows: int) -> tuple[int, int]:
+    """Rows of the products that one tile of W takes part in: a power of two, and a quarter or half of it or none."""
+    whole = max(8, triton.next_power_of_2(rows))
+    half = whole // 2
+    for extra in (half // 4, half // 2):
+        if extra >= 16 and rows <= half + extra:
+            return half, extra
+    return whole, 0
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

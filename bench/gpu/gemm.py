@@ -1,6 +1,6 @@
 """Products of few rows with the weights of an 8B model: cuBLAS beside `kernels/small_gemm.py`, and their floor.
 
-    python -m bench.gpu.gemm --shape llama-3.1-8b --rows 1 16 64 256 --save gemm.json
+    python -m bench.gpu.gemm --shape llama-3.1-8b --rows 1 17 66 160 --save gemm.json
 
 Every candidate is compared with the float32 reference on random data and timed, one product after the other. The best
 few of each product then compete where they will work: in a chain of whole decode layers (norms, head step, attention
@@ -32,30 +32,20 @@ from kernels.small_gemm import Config, Normed
 _FINALISTS = 2  # configurations of a product that compete in the chain
 _TOLERANCE = 2e-2  # ||y - reference|| / ||reference|| of a bfloat16 result
 _LAYERS = 8
-_CONTEXT = 1025  # tokens that each row of the chain attends to
 _BLOCK = 64
 
 
 def candidates(n: int, k: int, gated: bool, rows: int) -> Iterator[Config]:
     """Configurations worth a try: 12 KB to 100 KB of weights in flight per program, and enough programs."""
-    for block_n, block_k, warps, stages in (
-        (16, 256, 1, 4),
-        (16, 256, 2, 5),
-        (16, 512, 2, 4),
-        (32, 128, 2, 5),
-        (32, 256, 2, 4),
-        (64, 64, 4, 6),
-        (64, 128, 4, 4),
-        (64, 128, 4, 6),
-        (64, 256, 4, 3),
-        (128, 64, 4, 5),
-        (128, 128, 8, 4),
-        (128, 128, 4, 3),
-    ):
-        if rows > 16 and block_n < 64:
-            continue  # x would be read too often
-        if rows == 1 and (block_n, block_k) not in ((16, 256), (32, 128), (64, 128)):
-            continue  # one row has candidates of its own
+    if rows == 1:  # which has candidates of its own
+        shapes = [(16, 256, 1, 4), (32, 128, 2, 5), (64, 128, 4, 4)]
+    elif rows <= 16:
+        shapes = [(16, 256, 1, 4), (16, 512, 2, 4), (32, 128, 2, 5), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6)]
+    elif rows <= 64:
+        shapes = [(64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 5), (128, 128, 8, 4)]
+    else:
+        shapes = [(64, 64, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)]
+    for block_n, block_k, warps, stages in shapes:
         if gated:
             if block_n <= 64 or rows > 16:
                 yield Config(block_n, block_k, 1, warps, max(3, stages - 1))
@@ -188,12 +178,13 @@ class Chain:
         self.weights = [
             {name: random(n, k).mul_(k**-0.5) for name, (n, k, _) in self.parts.items()} for _ in range(_LAYERS)
         ]
-        per_row = -(-_CONTEXT // _BLOCK)
+        context = 1025 if rows == 1 else 2 * _BLOCK + 1  # little, so that the products are what is seen
+        per_row = -(-context // _BLOCK)
         blocks = 1 + rows * per_row
         self.pools = [random(blocks, 2, self.kv_heads, _BLOCK, self.dim) for _ in range(_LAYERS)]
         self.tables = 1 + torch.arange(rows * per_row, device="cuda", dtype=torch.int32).view(rows, per_row)
-        self.kv_lens = torch.full((rows,), _CONTEXT, device="cuda", dtype=torch.int32)
-        self.slots = self.tables[:, -1].long() * _BLOCK + (_CONTEXT - 1) % _BLOCK
+        self.kv_lens = torch.full((rows,), context, device="cuda", dtype=torch.int32)
+        self.slots = self.tables[:, -1].long() * _BLOCK + (context - 1) % _BLOCK
         self.residual = torch.randn(rows, hidden, device="cuda")
         self.delta = random(rows, hidden)
         self.scale = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
@@ -305,7 +296,7 @@ def first_jobs(shape: str, rows: list[int]) -> list[Job]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 17, 66, 160])
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--save", type=Path, help="JSON file of all timings")
     arguments = parser.parse_args()

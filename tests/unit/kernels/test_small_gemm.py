@@ -29,7 +29,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 48, 96), (3, 70, 72), (16, 33, 64), (33, 40, 48)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 48, 96), (3, 70, 72), (16, 33, 64), (33, 40, 48), (70, 34, 48)])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_product_when_of_few_rows_then_equals_the_reference(
     config: Config, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device
@@ -75,13 +75,21 @@ def test_product_when_its_row_is_normalised_on_the_way_then_equals_the_steps(
         assert torch.equal(total, residual + x.float())
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [1, 16, 90])
 def test_gated_product_when_of_few_rows_then_equals_the_reference(rows: int, device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, bias = operands(rows, 84, 64, dtype, device)
         for b in (bias, None):
             found = small_gemm.gated(x, weight, b, config=Config(16, 32))
             assert_near(found, small_gemm.gated_reference(x, weight, b))
+
+
+@pytest.mark.parametrize(
+    ("rows", "padded"),
+    [(1, 8), (8, 8), (9, 16), (17, 32), (40, 48), (50, 64), (64, 64), (65, 80), (81, 96), (97, 128), (160, 160), (161, 192)],
+)
+def test_rows_when_padded_then_little_is_wasted(rows: int, padded: int) -> None:
+    assert sum(small_gemm._padding(rows)) == padded
 
 
 def test_row_when_its_neighbours_change_then_stays_bit_for_bit(device: torch.device) -> None:
@@ -98,8 +106,8 @@ def test_product_when_shapes_do_not_fit_then_it_is_refused(device: torch.device)
         small_gemm.linear(x, weight, config=VECTORS[0])
     with pytest.raises(ValueError, match="of W's width"):
         small_gemm.linear(x, weight[:, :8].contiguous(), config=CONFIGS[0])
-    with pytest.raises(ValueError, match="at most 64 rows"):
-        small_gemm.linear(torch.zeros(65, 16, device=device), weight, config=CONFIGS[0])
+    with pytest.raises(ValueError, match="at most 192 rows"):
+        small_gemm.linear(torch.zeros(193, 16, device=device), weight, config=CONFIGS[0])
     row = Normed(torch.zeros(1, 16, device=device), None, torch.ones(16, device=device), 1e-5, None)
     with pytest.raises(ValueError, match="normalised on the way"):
         small_gemm.linear(row, weight, config=VECTORS[0])
