@@ -176,28 +176,43 @@ def decode_case(runner: ModelRunner, rows: int, context: int) -> dict[str, Any]:
     }
 
 
-def kernels_of_a_step(runner: ModelRunner, rows: int, context: int, most: int = 14) -> list[str]:
-    """The step's kernels by time, from a profile of a replay."""
+def kernels_of(title: str, run: Callable[[], object], most: int = 14) -> list[str]:
+    """The kernels of one call by time. Where kernels overlap, as dependent launches do, their times add up to more."""
     from torch.profiler import ProfilerActivity, profile
 
-    steps = runner.device_steps
-    assert steps is not None and steps.decode_graphs is not None
-    size = runner.execute(decode_batch(rows, context, runner.num_blocks, runner.config.vocab_size)).decode_graph_rows
+    run()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        steps.decode_graphs.replay(size)
+        run()
         torch.cuda.synchronize()
     totals: dict[str, tuple[float, int]] = {}
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            seconds, count = totals.get(event.name, (0.0, 0))
-            totals[event.name] = (seconds + event.device_time, count + 1)
+            microseconds, count = totals.get(event.name, (0.0, 0))
+            totals[event.name] = (microseconds + event.device_time, count + 1)
     ranked = sorted(totals.items(), key=lambda item: -item[1][0])
     launches = sum(count for _, count in totals.values())
     whole = sum(us for us, _ in totals.values())
-    lines = [f"{rows} x {context}: {launches} launches, {whole / 1e3:.3f} ms in kernels"]
-    return lines + [
+    return [f"{title}: {launches} launches, {whole / 1e3:.3f} ms in kernels"] + [
         f"    {us / 1e3:8.3f} ms {count:5} x {us / count:8.2f} us  {name[:80]}" for name, (us, count) in ranked[:most]
     ]
+
+
+def profile_steps(runner: ModelRunner, parts: list[str]) -> None:
+    """Prints the kernels of each decode case and of the longest prompt. Last of all measurements, since a profiler
+    slows every later launch."""
+    steps = runner.device_steps
+    assert steps is not None
+    if "decode" in parts and steps.decode_graphs is not None:
+        for rows, context in DECODE_CASES:
+            batch = decode_batch(rows, context, runner.num_blocks, runner.config.vocab_size)
+            size, graphs = runner.execute(batch).decode_graph_rows, steps.decode_graphs
+            print(*kernels_of(f"decode {rows} x {context}", lambda g=graphs, n=size: g.replay(n)), sep="\n", flush=True)
+    if "prefill" in parts:
+        tokens = min(8192, runner.limits.max_tokens)
+        table = list(range(1, 1 + -(-tokens // BLOCK)))
+        batch = StepBatch([BatchRow("p", [token % 1000 for token in range(tokens)], 0, table, True, greedy())])
+        print(*kernels_of(f"prefill 1 x {tokens}", lambda: runner.execute(batch)), sep="\n", flush=True)
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------
@@ -328,7 +343,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["decode", "prefill", "first"])
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--max-tokens", type=int, default=8192)
-    parser.add_argument("--profile", action="store_true", help="list the kernels of each decode step")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of steps")
     parser.add_argument("--save", type=Path, help="JSON file of all figures")
     arguments = parser.parse_args()
     bandwidth, rate = read_bandwidth(), matrix_rate()
@@ -367,9 +382,8 @@ def main() -> None:
                     f"({found['ms'] / found['floor_ms']:.3f})",
                     flush=True,
                 )
-        if "decode" in arguments.parts and arguments.profile:  # last, since a profiler slows every later launch
-            for rows, context in DECODE_CASES:
-                print(*kernels_of_a_step(runner, rows, context), sep="\n", flush=True)
+        if arguments.profile and ("decode" in arguments.parts or "prefill" in arguments.parts):
+            profile_steps(runner, arguments.parts)
         if "decode" in arguments.parts or "prefill" in arguments.parts:
             runner.release()
             del runner
