@@ -73,7 +73,7 @@ def reference_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
 
 @functools.cache
 def graph_runner(backend: str = "triton") -> ModelRunner:
-    """A tiny bfloat16 model with decode graphs; heads of 64, as every backend takes."""
+    """A tiny bfloat16 model with decode graphs."""
     runner = new_runner(small_folder(), "bfloat16", backend, load_format="dummy")
     captured = runner.capture_decode_graphs((1, 4, 8, 16))
     assert captured is not None
@@ -93,7 +93,7 @@ def small_folder(**changes: Any) -> Path:
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
-        "head_dim": 64,
+        "head_dim": 128,  # as FlashInfer is compiled for: every further size takes it a minute or two
         "vocab_size": 4096,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
@@ -172,10 +172,9 @@ def test_greedy_tokens_when_a_billion_random_weights_then_equal_transformers(
         assert tokens == reference_tokens(model, prompt, 10)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_when_bfloat16_then_are_near_the_float32_models(billion: tuple[Path, Any], backend: str) -> None:
+def test_logits_when_bfloat16_then_are_near_the_float32_models(billion: tuple[Path, Any]) -> None:
     folder, model = billion
-    runner = new_runner(folder, "bfloat16", backend, load_format="dummy", blocks=32)
+    runner = new_runner(folder, "bfloat16", load_format="dummy", blocks=32)
     prompt = torch.randint(3, 128000, (70,), generator=torch.Generator().manual_seed(5)).tolist()
     assert runner.device_steps is not None
     row = runner.execute(StepBatch([sampled("r", prompt, 0, list(range(1, 9)))])).rows[0]
