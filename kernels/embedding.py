@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.jit import jit, tl, triton
+from kernels.jit import jit, pdl_options, tl, triton
 
 _MOST_COLUMNS = 2048  # per program
 
 
-@jit(do_not_specialize=["table_stride"])
+@jit
 def _embed_kernel(
     token_ids,
     table,
@@ -24,8 +24,12 @@ def _embed_kernel(
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     REPLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs (token, share of its columns)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < HIDDEN
@@ -65,6 +69,7 @@ def embed(
         COLUMNS=columns,
         REPLACES=taken is not None,
         num_warps=4,
+        **pdl_options(table),
     )
     return out
 
