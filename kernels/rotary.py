@@ -26,8 +26,12 @@ def _angles_kernel(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     AXES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per TOKENS tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (token < tokens) & (column < HALF)
@@ -74,6 +78,7 @@ def angles(
         TOKENS=_TOKENS,
         AXES=axis_of is not None,
         num_warps=4,
+        **pdl_options(positions),
     )
     return cos, sin
 
