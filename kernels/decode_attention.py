@@ -13,6 +13,7 @@ at 4.27 TB/s. Everything here serves one end: always enough loads under way, eac
   a captured graph. The programs take turns at spans of successive pieces of one row and key head. A span is as long as
   an even share of all tiles allows, for each begins with nothing under way: at the end of a piece the sums go to the
   scratch memory while the loads of the next piece go on.
+* What a span begins with is asked into the L2 cache (`prefetch`) while the kernel or the span before it ends.
 * The program that ends a row's last piece (an atomic counter says which) adds them up, which saves a second launch.
 * The block id of the next tile is read one tile ahead, so that the loads of keys and values never wait for it. With
   `descriptors` a tile comes by the tensor memory unit, as one copy, where a tile lies in one page.
@@ -43,6 +44,7 @@ class DecodeConfig:
     min_tiles: int  # tiles of a piece at least
     rounds: int  # spans that a program has on average, where rows can be cut so far
     descriptors: bool = False  # load tiles by tensor descriptors; needs pages of whole tiles
+    prefetch: int = 2  # tiles asked for before a span begins, while the kernel or the span before it ends; or 0
 
 
 # Rows of a batch up to which the next two hold: pieces of a row at most, tiles of a piece at least. Few rows need many
@@ -151,6 +153,111 @@ def _span(size, count, target):
 
 
 @jit
+def _plan(
+    kv_lens,
+    rows,
+    most_pieces,
+    least_tiles,
+    shares,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """Ends of the rows' spans among all spans of a key head, tiles of a span, and spans of all key heads."""
+    if ROWS_PAD == 1:
+        lens = tl.load(kv_lens, cache_modifier=CACHE)
+        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
+        target = (lasts - firsts) * KV_HEADS // shares + 1
+        pieces = _span(sizes, counts, target)
+        ends = (counts + pieces - 1) // pieces
+        return ends, target, ends * KV_HEADS
+    else:
+        ids = tl.arange(0, ROWS_PAD)
+        lens = tl.load(kv_lens + ids, mask=ids < rows, other=0, cache_modifier=CACHE)
+        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
+        target = tl.sum(lasts - firsts, 0) * KV_HEADS // shares + 1
+        pieces = _span(sizes, counts, target)
+        ends = tl.cumsum(tl.where(ids < rows, (counts + pieces - 1) // pieces, 0), 0)
+        return ends, target, tl.max(ends, 0) * KV_HEADS
+
+
+@jit
+def _place(
+    item,
+    ends,
+    target,
+    kv_lens,
+    rows,
+    most_pieces,
+    least_tiles,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """A span: its row and key head, the row's tokens, tiles of a piece and pieces, the span's first piece and how many
+    pieces it has, and its tiles' begin and end."""
+    unit = item // KV_HEADS
+    if ROWS_PAD == 1:
+        row = item * 0
+        span = unit
+    else:
+        row = tl.minimum(tl.sum((ends <= unit).to(tl.int32), 0), rows - 1)
+        span = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
+    length = tl.load(kv_lens + row, cache_modifier=CACHE)
+    first, last, size, count = _pieces(length, most_pieces, least_tiles, TILE, WINDOW)
+    pieces = _span(size, count, target)
+    piece = span * pieces
+    pieces = tl.minimum(pieces, count - piece)
+    begin = first + piece * size
+    return row, item % KV_HEADS, length, size, count, piece, pieces, begin, tl.minimum(begin + pieces * size, last)
+
+
+@jit
+def _prefetch(
+    pool,
+    block_tables,
+    table_stride,
+    row,
+    head,
+    begin,
+    end,
+    width,
+    blocks,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Asks for the first COUNT tiles to be brought into the L2 cache, 128 parts of each. Whatever the arguments are,
+    the addresses are within the tables and the pool."""
+    PART: tl.constexpr = TILE * DIM // 128  # elements
+    part = tl.arange(0, 128 * COUNT)
+    tile = tl.maximum(tl.minimum(begin + part // 128, tl.maximum(end - 1, begin)), 0)
+    column = tl.minimum(tile * TILE // PAGE, width - 1)
+    block = tl.load(block_tables + row.to(tl.int64) * table_stride + column, cache_modifier=".cg")
+    block = tl.minimum(tl.maximum(block, 0), blocks - 1)
+    base = pool + block.to(tl.int64) * (2 * KV_HEADS * PAGE * DIM) + head * (PAGE * DIM) + tile * TILE % PAGE * DIM
+    keys = base + part % 128 * PART
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $3; cp.async.bulk.prefetch.L2.global [$2], $3; mov.u32 $0, 0;",
+        "=r,l,l,r",
+        [
+            keys,
+            keys + KV_HEADS * PAGE * DIM,
+            tl.full([128 * COUNT], PART * pool.dtype.element_ty.primitive_bitwidth // 8, tl.int32),
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
 def _store_piece(partial, stats, slot, g, h, top, weights, acc, GROUP: tl.constexpr, DIM: tl.constexpr):
     # In halves, which takes half the shared memory for their way into rows: a third program fits
     HALF: tl.constexpr = acc.shape[1] // 2
@@ -162,7 +269,7 @@ def _store_piece(partial, stats, slot, g, h, top, weights, acc, GROUP: tl.conste
     tl.store(stats + slot * (2 * GROUP) + GROUP + g, tl.sum(weights, 1), mask=g < GROUP)
 
 
-@jit(do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles", "rounds"])
+@jit(do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles", "rounds", "width", "blocks"])
 def _decode_kernel(
     q,  # [rows, heads, DIM], heads and elements dense
     pool,  # [blocks, 2, KV_HEADS, PAGE, DIM]
@@ -181,6 +288,8 @@ def _decode_kernel(
     most_pieces,  # of a row
     least_tiles,  # of a piece
     rounds,  # spans of a program
+    width,  # of the block tables
+    blocks,  # of the pool
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head
     GROUP_PAD: tl.constexpr,
@@ -192,52 +301,64 @@ def _decode_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     M: tl.constexpr = 16 if GROUP_PAD < 16 else GROUP_PAD
     PIECE: tl.constexpr = PAGE * DIM  # elements of one block's keys of one head
+    program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if ROWS_PAD == 1:
-        lens = tl.load(kv_lens)
-        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-        target = (lasts - firsts) * KV_HEADS // (programs * rounds) + 1
-        spanned = _span(sizes, counts, target)
-        ends = (counts + spanned - 1) // spanned
-        items = ends * KV_HEADS
-    else:
-        row_ids = tl.arange(0, ROWS_PAD)
-        lens = tl.load(kv_lens + row_ids, mask=row_ids < rows, other=0)
-        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-        target = tl.sum(lasts - firsts, 0) * KV_HEADS // (programs * rounds) + 1
-        spanned = _span(sizes, counts, target)
-        ends = tl.cumsum(tl.where(row_ids < rows, (counts + spanned - 1) // spanned, 0), 0)
-        items = tl.max(ends, 0) * KV_HEADS
+    shares = programs * rounds
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            # While the kernel before is at work. Lengths and tables may still be the last step's, then it is in vain
+            ends, target, items = _plan(
+                kv_lens, rows, most_pieces, least_tiles, shares, KV_HEADS, TILE, WINDOW, ROWS_PAD, ".cg"
+            )
+            if program < items:
+                row, head, length, size, count, piece, pieces, begin, end = _place(
+                    program,
+                    ends,
+                    target,
+                    kv_lens,
+                    rows,
+                    most_pieces,
+                    least_tiles,
+                    KV_HEADS,
+                    TILE,
+                    WINDOW,
+                    ROWS_PAD,
+                    ".cg",
+                )
+                _prefetch(
+                    pool,
+                    block_tables,
+                    table_stride,
+                    row,
+                    head,
+                    begin,
+                    end,
+                    width,
+                    blocks,
+                    KV_HEADS,
+                    DIM,
+                    PAGE,
+                    TILE,
+                    PREFETCH,
+                )
+        tl.extra.cuda.gdc_wait()
+    ends, target, items = _plan(kv_lens, rows, most_pieces, least_tiles, shares, KV_HEADS, TILE, WINDOW, ROWS_PAD, "")
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
     h = tl.arange(0, DIM_PAD // 2)
     lanes = tl.arange(0, TILE)
-    for item in range(tl.program_id(0), items, programs):
-        unit = item // KV_HEADS
-        head = item % KV_HEADS
-        if ROWS_PAD == 1:
-            row = item * 0
-            span = unit
-            length = lens
-        else:
-            row = tl.sum((ends <= unit).to(tl.int32), 0)
-            span = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
-            length = tl.load(kv_lens + row)
+    for item in range(program, items, programs):
+        row, head, length, size, count, piece, pieces, begin, end = _place(
+            item, ends, target, kv_lens, rows, most_pieces, least_tiles, KV_HEADS, TILE, WINDOW, ROWS_PAD, ""
+        )
         row64 = row.to(tl.int64)
-        first, last, size, count = _pieces(length, most_pieces, least_tiles, TILE, WINDOW)
-        pieces = _span(size, count, target)
-        piece = span * pieces
-        pieces = tl.minimum(pieces, count - piece)
-        begin = first + piece * size
-        end = tl.minimum(begin + pieces * size, last)
         until = tl.where(count == 1, end + 1, tl.minimum(begin + size, end))  # the next end of a piece
         slot = (row64 * KV_HEADS + head) * most_pieces + piece
         table = block_tables + row64 * table_stride
@@ -296,6 +417,39 @@ def _decode_kernel(
                 acc = tl.zeros([M, DIM_PAD], tl.float32)
                 slot += 1
                 until = tl.minimum(until + size, end)
+        if PREFETCH > 0:  # noqa: SIM102 - a choice of the compiler, and one of the kernel
+            if item + programs < items:
+                # While the sums are stored and added up
+                next_row, next_head, _l, _s, _c, _p, _n, next_begin, next_end = _place(
+                    item + programs,
+                    ends,
+                    target,
+                    kv_lens,
+                    rows,
+                    most_pieces,
+                    least_tiles,
+                    KV_HEADS,
+                    TILE,
+                    WINDOW,
+                    ROWS_PAD,
+                    "",
+                )
+                _prefetch(
+                    pool,
+                    block_tables,
+                    table_stride,
+                    next_row,
+                    next_head,
+                    next_begin,
+                    next_end,
+                    width,
+                    blocks,
+                    KV_HEADS,
+                    DIM,
+                    PAGE,
+                    TILE,
+                    PREFETCH,
+                )
         if count == 1:
             norm = tl.sum(weights, 1)
             norm = tl.where(norm == 0.0, 1.0, norm)  # a row of no tokens
@@ -401,7 +555,7 @@ def decode_attention(
     if rows * config.splits * heads * 2 > scratch.stats.numel() or rows * kv_heads > scratch.counters.numel():
         raise ValueError(f"the scratch memory is too small for {rows} rows of {config.splits} pieces")
     descriptors = config.descriptors and page % config.tile == 0 and q.element_size() == 2
-    group = heads // kv_heads
+    group, launch = heads // kv_heads, pdl_options(q)
     programs = min(multiprocessors(q.device) * config.per_sm, rows * config.splits * kv_heads)
     _decode_kernel[(programs,)](
         q,
@@ -421,6 +575,8 @@ def decode_attention(
         config.splits,
         config.min_tiles,
         config.rounds,
+        block_tables.shape[1],
+        pool.shape[0],
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_PAD=next_power(group),
@@ -432,9 +588,11 @@ def decode_attention(
         TILE=config.tile,
         STAGES=config.stages,
         DESCRIPTORS=descriptors,
+        PREFETCH=config.prefetch if launch["PDL"] and page % config.tile == 0 else 0,
         PRECISION="ieee",
-        **pdl_options(q),
+        **launch,
         num_warps=config.warps,
         num_stages=1,
+        maxnreg=min(255, 65536 // (32 * config.warps * config.per_sm) // 8 * 8),
     )
     return out

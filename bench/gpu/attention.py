@@ -245,6 +245,7 @@ def decode_candidates(rows: int) -> list[decode.DecodeConfig]:
                         rounds=rounds,
                     )
                 )
+        found += [dataclasses.replace(config, prefetch=0) for config in found[1:7]]
     return list(dict.fromkeys(found))
 
 
