@@ -18,6 +18,7 @@ Slots past a row's end may hold anything, NaN included: they reach neither the s
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,6 +28,10 @@ from kernels.jit import jit, pdl_options, tl
 from kernels.paged_kv import described, dot, next_power
 from kernels.prefill_hopper import prefill_hopper
 from kernels.prefill_hopper import unavailable as hopper_unavailable
+
+
+# Read once: BATON_PREFILL_HOPPER=on lets long prompts take the kernel of prefill_hopper
+_hopper_allowed = os.environ.get("BATON_PREFILL_HOPPER", "off").lower() in ("on", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,17 @@ def config_for(tokens: int, head_dim: int, itemsize: int, group: int) -> Prefill
     if itemsize > 2:
         return PrefillConfig(block=max(least, 32), tile=max(16, min(32, 16384 // wide)), stages=2, warps=4)
     if tokens * group <= 2048:
-        return PrefillConfig(block=max(least, 64), tile=max(16, min(64, 16384 // wide)), stages=3, warps=4)
-    return PrefillConfig(block=max(least, 128), tile=max(32, min(64, 16384 // wide)), stages=3, warps=8)
+        return PrefillConfig(
+            block=max(least, 64), tile=max(16, min(64, 16384 // wide)), stages=3, warps=4, descriptors=True
+        )
+    return PrefillConfig(
+        block=max(least, 128),
+        tile=max(32, min(64, 16384 // wide)),
+        stages=3,
+        warps=8,
+        descriptors=True,
+        hopper=_hopper_allowed,
+    )
 
 
 def reference(
