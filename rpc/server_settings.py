@@ -108,7 +108,7 @@ class ServerSettings(CommonSettings):
         "auto", description="what the engine computes on; auto takes CUDA where there is a device of it"
     )
     attention_backend: Literal["auto", "torch", "native", "triton", "flashinfer"] = Field(
-        "auto", description="attention implementation"
+        "auto", description="attention implementation; auto takes what was measured to be fastest on the device"
     )
     tensor_parallel_size: Annotated[int, Flag(("-tp", "--tp-size"))] = Field(
         1, ge=1, le=1024, description="engine processes that share the model"
