@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from engine.layers.device_linear import DeviceGated, DeviceLinear
-from engine.layers.linear import Linear
 from engine.layers.override import Override
 from engine.layers.rotary import Rotary
 from engine.models.config import ModelConfig
@@ -18,6 +17,10 @@ from engine.models.rope_config import RopeConfig
 from engine.models.step import ForwardStep
 from kernels import embedding, qkv, rms_norm, rotary
 from kernels.small_gemm import Normed
+
+# Tokens from which a product adds to the stream itself. It is bound by arithmetic then, and the stream's way from and to
+# memory, which the next norm is spared, takes no time of its own.
+_ACCUMULATE_FROM = 1024
 
 
 class DeviceNorm:
@@ -61,7 +64,10 @@ class DeviceStream:
             self.residual, self.delta = total, None
         return product.of_normed(row)
 
-    def add(self, linear: Linear, x: torch.Tensor) -> None:
+    def add(self, linear: DeviceLinear, x: torch.Tensor) -> None:
+        if x.shape[0] >= _ACCUMULATE_FROM:
+            linear.add_to(self.hidden(), x)
+            return
         delta = linear(x)
         if self.delta is not None:
             self.residual.add_(self.delta)
@@ -103,9 +109,12 @@ class DeviceRotary(Rotary):
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         super().__init__(rope, head_dim)
         self.frequencies = self.frequencies.to(device)
+        if self.axis_of is not None:
+            self.axis_of = self.axis_of.to(device, torch.int32)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary.angles(positions, self.frequencies, self.factor)
+        axis_of = self.axis_of if positions.dim() == 2 else None
+        return rotary.angles(positions, self.frequencies, self.factor, axis_of=axis_of)
 
 
 class DeviceHeads:

@@ -41,7 +41,16 @@ class DeviceLinear:
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        residual.add_(self(x))
+        """residual += x W^T + b, from the accumulators."""
+        weight = self.weight.t()
+        if x.dtype == torch.float32:
+            torch.addmm(residual, x, weight, out=residual)
+        elif x.device.type == "cuda":
+            torch.ops.aten.addmm.dtype_out(residual, x, weight, torch.float32, out=residual)
+        else:
+            residual.addmm_(x.float(), weight.float())
+        if self.bias is not None:
+            residual.add_(self.bias)
 
     def exact(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The accumulators themselves, which are float32. out: float32 [tokens, out], contiguous."""

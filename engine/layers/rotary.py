@@ -67,9 +67,17 @@ def attention_factor(rope: RopeConfig) -> float:
     return scale_of(1.0)
 
 
+def axis_of_frequency(rope: RopeConfig) -> torch.Tensor | None:
+    """int64 [head_dim / 2]: the axis of position ids by which each pair of dimensions turns; None with one axis."""
+    if not rope.sections:
+        return None
+    return torch.repeat_interleave(torch.arange(rope.axes), torch.tensor(rope.sections))
+
+
 class Angles(Protocol):
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [tokens] -> cos, sin: float32 [tokens, head_dim / 2], made once per step for all layers."""
+        """positions: [tokens], or [axes, tokens] for a model that has axes -> cos, sin: float32 [tokens, head_dim / 2],
+        made once per step for all layers."""
 
 
 class Rotary:
@@ -78,11 +86,16 @@ class Rotary:
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self.frequencies = inverse_frequencies(rope, head_dim)
         self.factor = attention_factor(rope)
+        self.axis_of = axis_of_frequency(rope)
         self.kernels = library.load()
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Angles`."""
-        angle = torch.outer(positions.to(torch.float32), self.frequencies)
+        if positions.dim() == 2:
+            assert self.axis_of is not None
+            angle = positions.to(torch.float32)[self.axis_of].t().contiguous() * self.frequencies
+        else:
+            angle = torch.outer(positions.to(torch.float32), self.frequencies)
         return angle.cos().mul_(self.factor), angle.sin().mul_(self.factor)
 
     def apply_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -162,6 +162,10 @@ def parse_config(source: Mapping[str, Any]) -> ModelConfig:
     num_layers = reader.integer("num_hidden_layers")
     max_positions = reader.integer("max_position_embeddings", 2048 if family == "llama" else 32768)
     rope = parse_rope(source, max_positions)
+    if rope.sections and sum(rope.sections) != head_dim // 2:
+        raise ModelLoadError(
+            f"config.json: mrope_section {list(rope.sections)} must add up to half of head_dim ({head_dim // 2})"
+        )
     bias = reader.boolean("attention_bias") if family in ("llama", "qwen3") else False
     dtype = str(source.get("dtype") or source.get("torch_dtype") or "float32").removeprefix("torch.")
     return ModelConfig(

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.loader.errors import ModelLoadError
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,12 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the ramp's ends outwards
+    sections: tuple[int, ...] = ()  # pairs of dimensions that each axis of position ids turns; empty: one axis, all
+
+    @property
+    def axes(self) -> int:
+        """Position ids that a token may bring; 0: it has none but its place."""
+        return len(self.sections)
 
 
 def _number(source: Mapping[str, Any], key: str, default: float | None) -> float | None:
@@ -45,6 +51,14 @@ def _positive(source: Mapping[str, Any], key: str, default: float | None) -> flo
     if value <= 0:
         raise ModelLoadError(f"config.json: RoPE parameter {key!r} must be positive, not {value}")
     return value
+
+
+def _sections(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not value or any(type(item) is not int or item < 1 for item in value):
+        raise ModelLoadError(f"config.json: RoPE parameter 'mrope_section' must be positive integers, not {value!r}")
+    return tuple(value)
 
 
 def parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -67,8 +81,8 @@ def parse_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         if _number(holder, "partial_rotary_factor", 1.0) != 1.0:
             raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")
     theta = _positive(scaling, "rope_theta", _number(config, "rope_theta", 10000.0))
-    if kind == "default":
-        return RopeConfig(theta=theta)
+    if kind in ("default", "mrope"):
+        return RopeConfig(theta=theta, sections=_sections(scaling.get("mrope_section")))
     if kind == "linear":
         return RopeConfig(kind=kind, theta=theta, factor=_positive(scaling, "factor", None))
     # A value beside rope_parameters has priority (some folders keep it there)

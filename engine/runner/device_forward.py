@@ -34,9 +34,9 @@ class DeviceForward:
     ) -> DeviceStream:
         """The stream before the final norm; the tokens' KV is in the pool.
 
-        token_ids, positions: int64 or int32 [tokens]; slots: int64 [tokens], -1 for tokens whose KV goes nowhere; plan:
-        the backend's, of rows with these tokens. on_layer(layer) is called when the writing of that layer's KV has been
-        enqueued. override: embeddings in place of the tokens' own.
+        token_ids, positions: int64 or int32 [tokens], positions also [axes, tokens]; slots: int64 [tokens], -1 for
+        tokens whose KV goes nowhere; plan: the backend's, of rows with these tokens. on_layer(layer) is called when the
+        writing of that layer's KV has been enqueued. override: embeddings in place of the tokens' own.
         """
         cos, sin = self.model.rotary.angles(positions)
         step = ForwardStep(

@@ -29,6 +29,7 @@ from engine.runner.decode_status import DecodeDecision, DecodeGraphStatus
 from engine.runner.device_forward import DeviceForward
 from engine.runner.device_inputs import DeviceInputs, DeviceStepInputs
 from engine.runner.graph_session import CaptureSession, capture_graphs
+from engine.runner.position_ids import position_ids_of
 from engine.runner.prefill_graph.decision import Decision
 from engine.runner.prefill_graph.runner import PrefillGraphRunner, ReplayOutput
 from engine.runner.prefill_graph.scratch import ScratchBlocks
@@ -84,6 +85,7 @@ class DeviceSteps:
         self.device = device
         self.group_tags = group_tags
         self.hidden_size = model.config.hidden_size
+        self.position_axes = model.config.rope.axes
         self.forward = DeviceForward(model, backend, pools)
         self.inputs = DeviceInputs(limits, block_size, device)
         self.inputs.num_blocks = num_blocks
@@ -232,7 +234,9 @@ class DeviceSteps:
             if any(row.embeddings for row in rows):
                 placed = [(first, row.embeddings) for first, row in zip(inputs.first_token, rows, strict=True)]
                 override = override_of(placed, len(inputs.token_ids), self.hidden_size, self.device)
-            stream = self.forward(inputs.token_ids, inputs.positions, slots, plan, on_layer, override)
+            own = position_ids_of(rows, self.position_axes)
+            positions = inputs.positions if own is None else torch.from_numpy(own).to(self.device, non_blocking=True)
+            stream = self.forward(inputs.token_ids, positions, slots, plan, on_layer, override)
         pending = None
         count = len(inputs.sampled_rows)
         if count:

@@ -8,12 +8,13 @@ import torch
 
 from engine.attention.backend import AttentionRows
 from engine.runner.batch import StepBatch
+from engine.runner.position_ids import position_ids_of
 
 
 @dataclass(slots=True)
 class StepInputs:
     token_ids: torch.Tensor  # [tokens] int64
-    positions: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64; [axes, tokens] int32 where rows bring their own
     rows: AttentionRows
     first_token: list[int]  # per row: index of its first token among `token_ids`
     sampled_rows: list[int]  # rows that sample
@@ -38,7 +39,8 @@ def check_batch(batch: StepBatch, block_size: int, num_blocks: int) -> None:
             raise ValueError(f"row {row.request_key!r}: `sampling` must be set if and only if `sample` is")
 
 
-def build_inputs(batch: StepBatch, device: torch.device) -> StepInputs:
+def build_inputs(batch: StepBatch, device: torch.device, position_axes: int = 0) -> StepInputs:
+    """position_axes: of the model; see `position_ids_of`."""
     token_ids: list[int] = []
     positions: list[int] = []
     first_token: list[int] = []
@@ -56,9 +58,10 @@ def build_inputs(batch: StepBatch, device: torch.device) -> StepInputs:
             sampled_rows.append(index)
             sampled_tokens.append(len(token_ids) - 1)
     every = len(sampled_tokens) == len(token_ids)
+    own = position_ids_of(batch.rows, position_axes)
     return StepInputs(
         token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
+        positions=torch.tensor(positions, device=device) if own is None else torch.from_numpy(own).to(device),
         rows=AttentionRows(
             starts=[row.start for row in batch.rows],
             lengths=[len(row.token_ids) for row in batch.rows],

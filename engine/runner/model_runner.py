@@ -238,7 +238,7 @@ class ModelRunner:
         self.session.require_clean()
         if self.device_steps is not None:
             return self._execute_on_device(self.device_steps, batch, on_layer, begin)
-        inputs = build_inputs(batch, self.device)
+        inputs = build_inputs(batch, self.device, self.config.rope.axes)
         hidden = self.forward(batch, inputs, on_layer)
         logits = None
         if inputs.sampled_rows:

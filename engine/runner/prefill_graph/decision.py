@@ -32,7 +32,7 @@ class ReplayLimits:
     max_requests: int = 0
     max_padding_ratio: float = 1.0
     block_size: int = 1
-    position_axes: int = 0  # position ids that each token brings: 3 for mRoPE, 0 where the model counts itself
+    position_axes: int = 0  # position ids that a token may bring: 3 for mRoPE, 0 where its place is its position
     hidden_size: int = 0  # of an embedding that replaces a token's; 0: the model takes none
 
 
@@ -83,6 +83,6 @@ def row_problem(row: BatchRow, limits: ReplayLimits) -> str:
     for item in row.embeddings:
         if item.place < 0 or item.end > tokens or item.values.shape[1] != limits.hidden_size:
             return f"embeddings {item.values.shape} at place {item.place} of {tokens} tokens"
-    if len(row.position_ids) != limits.position_axes * tokens:
+    if row.position_ids and len(row.position_ids) != limits.position_axes * tokens:
         return f"{len(row.position_ids)} position ids for {tokens} tokens of {limits.position_axes} axes"
     return ""

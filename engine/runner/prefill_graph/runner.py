@@ -110,6 +110,7 @@ class PrefillGraphRunner:
         self.capture_seconds: list[float] = []
         self.memory_bytes = 0
         self.pad_token_id = pad_token_id(forward.model.config)
+        self._axes = forward.model.config.rope.axes
         self._groups = groups
         self._tag = groups[0].tag  # of the group that the model's layers attend over
         self._scratch = scratch
@@ -136,6 +137,7 @@ class PrefillGraphRunner:
             max_requests=self._settings.max_requests,
             max_padding_ratio=self._settings.max_padding_ratio,
             block_size=self._groups[0].block_size,
+            position_axes=self._axes,
             hidden_size=0 if self._values is None else self._values.shape[1],
         )
 
@@ -152,6 +154,7 @@ class PrefillGraphRunner:
                 max_requests=self._settings.max_requests,
                 pad_token_id=self.pad_token_id,
                 groups=groups,
+                position_axes=self._axes,
             )
             for size in self._sizes
         ]
@@ -265,8 +268,9 @@ class PrefillGraphRunner:
         """What a graph holds. Everything it reads and writes lies at fixed addresses."""
         arrays, forward, size = bucket.arrays, self.forward, bucket.layout.bucket
         override = None if self._values is None else Override(arrays.overridden, self._values[:size])
+        positions = arrays.position_ids if self._axes else arrays.positions
         slots = arrays.slots[self._tag]
-        stream = forward(arrays.token_ids, arrays.positions, slots, bucket.plan, override=override)
+        stream = forward(arrays.token_ids, positions, slots, bucket.plan, override=override)
         stream.hidden_into(self._hidden[:size])
         logits = self.logits[: bucket.layout.max_requests]
         self.greedy(forward.logits(stream, arrays.last_tokens, out=logits))

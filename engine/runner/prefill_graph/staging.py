@@ -189,8 +189,11 @@ class HostStaging:
     def _fill_position_ids(self, rows: Sequence[BatchRow], lengths: Sequence[int], tokens: int) -> None:
         begin = 0
         for row, length in zip(rows, lengths, strict=True):
-            own = np.asarray(row.position_ids, np.int32).reshape(self.layout.position_axes, length)
-            self._position_ids[:, begin : begin + length] = own
+            place = self._position_ids[:, begin : begin + length]
+            if row.position_ids:
+                place[:] = np.asarray(row.position_ids, np.int32).reshape(self.layout.position_axes, length)
+            else:
+                place[:] = self._counted[:length]
             begin += length
         self._position_ids[:, tokens:] = 0
 
