@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def decode_candidates(rows: int) -> list[decode.DecodeConfig]:
             (True, 3, 3),
             (True, 4, 2),
         ):
-            for splits, min_tiles, rounds in ((16, 8, 1), (16, 8, 4), (8, 16, 1), (8, 16, 2), (8, 16, 4), (8, 16, 8)):
+            for (splits, min_tiles), rounds in product(((32, 4), (16, 8), (8, 16)), (1, 2, 4)):
                 found.append(
                     dataclasses.replace(
                         base,
@@ -245,7 +246,7 @@ def decode_candidates(rows: int) -> list[decode.DecodeConfig]:
                         rounds=rounds,
                     )
                 )
-        found += [dataclasses.replace(config, prefetch=0) for config in found[1:7]]
+        found += [dataclasses.replace(config, prefetch=0) for config in found[1:10]]
     return list(dict.fromkeys(found))
 
 
@@ -343,7 +344,7 @@ def main() -> None:
         return
     if arguments.sweep:
         sweep(
-            DECODE[:4] if "decode" in arguments.kinds else [],
+            [*DECODE[:4], (16, 1024)] if "decode" in arguments.kinds else [],
             PREFILL[:3] if "prefill" in arguments.kinds else [],
             arguments.workers,
             "flashinfer" in arguments.backends,
