@@ -281,6 +281,11 @@ def _compile(job: tuple[str, int, Any]) -> str:
     return ""
 
 
+def _compiled_rows(rows: int) -> int:
+    """The least number of rows with the same compiled kernel: one row, up to 128, up to 512 each have their own."""
+    return 1 if rows == 1 else 2 if rows <= 128 else 256
+
+
 def warm() -> None:
     """Compiles what FlashInfer needs for an 8B model without a window: minutes, once per machine."""
     for kind, backend in (("decode", "fa2"), ("prefill", "fa3")):
@@ -297,8 +302,14 @@ def sweep(
     beside_flashinfer: bool,
 ) -> None:
     """Every candidate on these shapes, best first."""
-    jobs = [("decode", rows, config) for rows, _ in decode_shapes for config in decode_candidates(rows)]
+    # The cut of rows is an argument of the decode kernel: one of each compiles them all
+    jobs = [
+        ("decode", _compiled_rows(rows), dataclasses.replace(config, splits=8, min_tiles=8, rounds=1))
+        for rows, _ in decode_shapes
+        for config in decode_candidates(rows)
+    ]
     jobs += [("prefill", rows, config) for rows, n in prefill_shapes for config in prefill_candidates(rows * n)]
+    jobs = list(dict.fromkeys(jobs))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failed = [line for line in pool.imap_unordered(_compile, jobs, chunksize=2) if line]
     print(f"compiled {len(jobs)} configurations, {len(failed)} do not compile", *failed[:3], sep="\n", flush=True)
