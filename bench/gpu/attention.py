@@ -48,7 +48,10 @@ class Inputs:
         blocks = 1 + rows * pages * self.copies
         self.pool = torch.empty(blocks, 2, KV_HEADS, PAGE, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
         order = torch.randperm(blocks - 1, device="cuda", dtype=torch.int32) + 1
-        self.tables = order.view(self.copies, rows, pages)
+        self.pages = pages
+        # Rows of whole 16 bytes, as the engine's are, so that every copy's table is alike to the compiler
+        self.tables = torch.zeros(self.copies, rows, -(-pages // 4) * 4, dtype=torch.int32, device="cuda")
+        self.tables[:, :, :pages] = order.view(self.copies, rows, pages)
         self.kv_lens = torch.full((rows,), length, dtype=torch.int32, device="cuda")
         self.cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * new
         self.q = torch.randn(rows * new, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -115,12 +118,12 @@ def flashinfer_runs(inputs: Inputs, kind: str, backend: str) -> Run:
     import flashinfer
 
     workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-    pages = inputs.tables.shape[2]
+    pages = inputs.pages
     bounds = torch.arange(inputs.rows + 1, dtype=torch.int32) * pages
     last = torch.full((inputs.rows,), inputs.length - (pages - 1) * PAGE, dtype=torch.int32)
     wrappers: list[Any] = []
     for copy in range(inputs.copies):
-        indices = inputs.tables[copy].reshape(-1).contiguous()
+        indices = inputs.tables[copy, :, :pages].reshape(-1).contiguous()
         if kind == "decode":
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace,
