@@ -18,8 +18,8 @@ from engine.models.step import ForwardStep
 from kernels import embedding, qkv, rms_norm, rotary
 from kernels.small_gemm import Normed
 
-# Tokens from which a product adds to the stream itself. It is bound by arithmetic then, and the stream's way from and to
-# memory, which the next norm is spared, takes no time of its own.
+# Tokens from which a product adds to the stream itself. It is bound by arithmetic then, and the stream's way from and
+# to memory, which the next norm is spared, takes no time of its own.
 _ACCUMULATE_FROM = 1024
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.layers import device as device_layers
 from engine.messages import SamplingParams
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
-from kernels import jit
+from kernels import jit, small_gemm
+from kernels.small_gemm import Config
 from rpc.errors import ErrorCode
 from tests.unit.engine.real_engine import RealEngine
 from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
@@ -244,6 +246,30 @@ def test_bfloat16_when_computed_by_the_device_path_then_logits_are_near_the_cpus
     found, expected = (r.execute(StepBatch([row])).rows[0] for r in (device, host))
     for mine, theirs in zip(found.top_logprobs, expected.top_logprobs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=0.1)
+
+
+def test_one_row_when_its_products_normalise_on_the_way_then_tokens_and_kv_equal_the_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(32, 32, vector=True, norm=True)
+    monkeypatch.setattr(small_gemm, "configs_for", lambda weight, gated=False: {1: config, 3: Config(32, 32)})
+    host, device = new_runner("qwen3", "torch"), new_runner("qwen3", "triton")
+    assert device.model.layers[0].mlp.gate_up.takes_normed
+    prompt = random_prompt(18)
+    assert generate(device, [prompt], count=3, chunk=17) == generate(host, [prompt], count=3, chunk=17)
+    for found, expected in zip(pools(device), pools(host), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_long_prompt_when_its_products_add_to_the_stream_themselves_then_tokens_equal_the_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_layers, "_ACCUMULATE_FROM", 8)
+    host, device = new_runner("llama-bias", "torch"), new_runner("llama-bias", "triton")
+    prompts = [random_prompt(20)]
+    assert generate(device, prompts, count=2, chunk=20) == generate(host, prompts, count=2, chunk=20)
+    for found, expected in zip(pools(device), pools(host), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_runner_when_warmed_up_then_the_pool_is_clean_and_steps_are_right() -> None:
