@@ -269,7 +269,11 @@ def _store_piece(partial, stats, slot, g, h, top, weights, acc, GROUP: tl.conste
     tl.store(stats + slot * (2 * GROUP) + GROUP + g, tl.sum(weights, 1), mask=g < GROUP)
 
 
-@jit(do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles", "rounds", "width", "blocks"])
+# Views of larger buffers, at any row: their alignment must not call for another compilation in mid-serving
+@jit(
+    do_not_specialize=["rows", "table_stride", "most_pieces", "least_tiles", "rounds", "width", "blocks"],
+    do_not_specialize_on_alignment=["block_tables", "kv_lens"],
+)
 def _decode_kernel(
     q,  # [rows, heads, DIM], heads and elements dense
     pool,  # [blocks, 2, KV_HEADS, PAGE, DIM]

@@ -203,7 +203,11 @@ def _attend_whole(
     return top, norm, acc
 
 
-@jit(do_not_specialize=["rows", "table_stride"])
+# Views of larger buffers, at any row: their alignment must not call for another compilation in mid-serving
+@jit(
+    do_not_specialize=["rows", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "kv_lens"],
+)
 def _prefill_kernel(
     q,  # [tokens, heads, DIM], heads and elements dense
     pool,  # [blocks, 2, KV_HEADS, PAGE, DIM]

@@ -256,7 +256,11 @@ def _consume(
     gl.store(where, result, mask=real[:, None])
 
 
-@gluon_jit(do_not_specialize=["rows", "table_stride"])
+# Views of larger buffers, at any row: their alignment must not call for another compilation in mid-serving
+@gluon_jit(
+    do_not_specialize=["rows", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens", "kv_lens"],
+)
 def _prefill_hopper_kernel(
     q,  # [tokens, heads, DIM], heads and elements dense
     described,  # tensor descriptor of the pool as [blocks * 2 * KV_HEADS * PAGE, DIM], boxes of 64 by 64
