@@ -38,7 +38,7 @@ from bench.gpu.shapes import SHAPES, write_folder
 BLOCK = 64
 NEW_TOKENS = 16
 WAIT_S = 120.0
-ROUNDS = 5
+ROUNDS = 4
 TRANSPORTS = ("ipc", "grpc")
 
 
@@ -278,19 +278,16 @@ def measure(arguments: argparse.Namespace, p: Remote, decodes: dict[str, Remote]
     def prompts() -> list[int]:
         return [generator.randrange(3, vocabulary) for _ in range(arguments.tokens)]
 
-    rows: dict[str, list[dict[str, Any]]] = {transport: [] for transport in decodes}
-    for number in range(arguments.rounds + 1):
-        for transport, d in decodes.items():
-            if transport not in p.facts["transports"]:
-                continue
-            row = one_round(p, d, prompts, f"{transport}{number}")
-            if number:  # the first round makes connections, opens memory and compiles kernels
-                rows[transport].append(row)
-    report: dict[str, Any] = {"p_transports": p.facts["transports"], "rows": rows}
-    for transport, found in rows.items():
-        if not found:
+    report: dict[str, Any] = {"p_transports": p.facts["transports"], "rows": {}}
+    for transport, d in decodes.items():
+        found = report["rows"][transport] = []
+        if transport not in p.facts["transports"]:
             print(f"{transport}: the prefill engine does not offer it", flush=True)
             continue
+        # The first round makes connections, opens memory and compiles kernels.
+        for number in range(arguments.rounds + 1):
+            found.append(one_round(p, d, prompts, f"{transport}{number}"))
+        del found[0]
         middle = {
             name: statistics.median(row[name] for row in found)
             for name in found[0]
