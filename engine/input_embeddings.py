@@ -24,7 +24,7 @@ class EmbeddingRows:
 
     @property
     def end(self) -> int:
-        return self.place + self.values.shape[0]
+        return self.place + len(self.values)
 
 
 def read_embeddings(

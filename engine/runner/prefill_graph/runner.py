@@ -52,7 +52,7 @@ class _Copies:
     def __init__(self, words: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
         self.buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=on_cuda) for _ in range(_GENERATIONS)]
-        self._copied = [torch.cuda.Event() for _ in range(_GENERATIONS)] if on_cuda else None
+        self._copied = [torch.cuda.Event() for _ in range(_GENERATIONS)] if on_cuda else None  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def next(self) -> int:

@@ -174,9 +174,9 @@ class HostStaging:
         if layout.position_axes:
             self._fill_position_ids(rows, lengths, tokens)
         for tag, group in self._groups:
-            failure = _fill_group(group, lengths, tables[tag], layout.bucket)
-            if failure:
-                return MetadataFailure(f"cache group {tag}: {failure}")
+            problem = _fill_group(group, lengths, tables[tag], layout.bucket)
+            if problem:
+                return MetadataFailure(f"cache group {tag}: {problem}")
         return None
 
     def _mark_overridden(self, rows: Sequence[BatchRow], lengths: Sequence[int]) -> None:
