@@ -47,16 +47,38 @@ class DecodeConfig:
     prefetch: int = 2  # tiles asked for before a span begins, while the kernel or the span before it ends; or 0
 
 
-# Rows of a batch up to which the next two hold: pieces of a row at most, tiles of a piece at least. Few rows need many
-# short pieces to occupy the device; many rows occupy it anyway, and sums between pieces cost time and memory.
-_CUTS = ((1, 32, 2), (4, 64, 2), (16, 32, 4), (64, 16, 8), (2**31, 8, 16))
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """For batches up to `rows`. Few rows need many short pieces to occupy the device; many rows occupy it anyway, and
+    the sums between pieces cost a microsecond each."""
+
+    rows: int
+    splits: int
+    min_tiles: int
+    rounds: int = 1
+
+
+_CUTS = (_Cut(1, 32, 2), _Cut(4, 32, 4), _Cut(16, 8, 8), _Cut(64, 4, 32), _Cut(2**31, 4, 32))
+_MANY_ROWS = 64  # beyond, spans are short: three programs on a multiprocessor hide each other's beginnings
 
 
 def config_for(rows: int, head_dim: int, itemsize: int) -> DecodeConfig:
-    """The configuration for a batch of `rows`. It depends on nothing that changes from step to step."""
+    """The configuration for a batch of `rows`, as measured on an H200. It depends on nothing that changes from step to
+    step."""
     tile = max(16, min(64, 16384 // (next_power(head_dim) * itemsize)))
-    splits, min_tiles = next((splits, tiles) for most, splits, tiles in _CUTS if rows <= most)
-    return DecodeConfig(tile=tile, stages=4, warps=4, per_sm=2, splits=splits, min_tiles=min_tiles, rounds=2)
+    cut = next(cut for cut in _CUTS if rows <= cut.rows)
+    many = rows > _MANY_ROWS
+    return DecodeConfig(
+        tile=tile,
+        stages=3 if many else 4,
+        warps=4,
+        per_sm=3 if many else 2,
+        splits=cut.splits,
+        min_tiles=cut.min_tiles,
+        rounds=cut.rounds,
+        descriptors=not many,
+        prefetch=0 if many else 2,
+    )
 
 
 @dataclass(slots=True)
@@ -72,7 +94,7 @@ def scratch_for(
     max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, splits: int | None = None
 ) -> DecodeScratch:
     """Scratch memory for up to max_rows rows under `config_for` (or, given `splits`, any configuration up to that)."""
-    most = (min(limit, max_rows) for limit, _, _ in _CUTS)
+    most = (min(cut.rows, max_rows) for cut in _CUTS)
     pieces = max(rows * (splits or config_for(rows, head_dim, 2).splits) for rows in most)
     return DecodeScratch(
         partial=torch.empty(pieces * num_heads * head_dim, dtype=torch.float32, device=device),

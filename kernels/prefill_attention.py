@@ -29,8 +29,8 @@ from kernels.paged_kv import described, dot, next_power
 from kernels.prefill_hopper import prefill_hopper
 from kernels.prefill_hopper import unavailable as hopper_unavailable
 
-# Read once: BATON_PREFILL_HOPPER=on lets long prompts take the kernel of prefill_hopper
-_hopper_allowed = os.environ.get("BATON_PREFILL_HOPPER", "off").lower() in ("on", "1")
+# Read once: BATON_PREFILL_HOPPER=off keeps long prompts from the kernel of prefill_hopper
+_hopper_allowed = os.environ.get("BATON_PREFILL_HOPPER", "on").lower() not in ("off", "0")
 
 
 @dataclass(frozen=True, slots=True)

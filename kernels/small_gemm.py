@@ -12,11 +12,10 @@ half of it (two products with one tile of W). Triton's pipeline keeps
 STAGES tiles of W in flight, BLOCK_N x BLOCK_K x 2 bytes each; 40 KB in flight per multiprocessor and more saturate the
 memory.
 
-One row alone can also be multiplied without matrix units (`Config.vector`): each thread keeps its part of a [BLOCK_N,
-BLOCK_K] product in registers, one tile of W ahead of the arithmetic, and the sum over K is taken once, at the end. That
-kernel can take the residual stream and the product that waits to be added to it in place of x (`Normed`): it adds and
-normalises them on the way, which saves a launch and the trip of x to memory. The norm's factor of the row comes last:
-sum(w h s) / rms(h) = sum(w (h / rms(h)) s).
+One row alone can also be multiplied without matrix units: each thread keeps its part of a [BLOCK_N, BLOCK_K] product
+in registers, and the sum over K is taken once, at the end. Programs either go along K, one tile of W ahead of the
+arithmetic (`Config.vector`), or read their rows of W whole, with every load in flight at once (`Config.whole`): with
+many short programs, which come and go at their own times, memory is busiest.
 
 Where N / BLOCK_N programs leave multiprocessors without work, K is split. The sums of each share go to float32 scratch,
 and the program that arrives last adds them up, in the order of the shares: the result does not depend on who was last.
@@ -57,10 +56,10 @@ class Config:
     warps: int = 4
     stages: int = 4
     vector: bool = False  # without matrix units, for one row of x
-    norm: bool = False  # with `vector`: takes a Normed row as it is
+    whole: bool = False  # the same, rows of W in one go; block_k has no meaning then
     pdl: bool = False
     early: bool = True  # with pdl: the next kernel may start with this one
-    prefetch: int = 0  # with pdl: bytes of each weight row of the program, multiples of 16 x `chunks`
+    prefetch: int = 0  # with pdl, not with `whole`: bytes of each weight row, multiples of 16 x `chunks`
 
     @property
     def chunks(self) -> int:
@@ -254,30 +253,25 @@ def _product_kernel(
                 _finish(total, total, bias, out, late, column, rows, out_stride, N, False, BIAS)
 
 
-@jit(do_not_specialize=["wave", "eps"])
+@jit(do_not_specialize=["wave"])
 def _vector_kernel(
     x,
-    delta,
-    scale,
-    residual_out,
     weight,
     bias,
     out,
     wave,
-    eps,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """One program per tile of W's rows. With NORM, x is the residual; program 0 writes the sum with delta, if any."""
+    """One program per tile of W's rows."""
     tile = tl.program_id(0)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows behind the last one are read as the last one: their sums are not stored
@@ -298,25 +292,16 @@ def _vector_kernel(
         tl.extra.cuda.gdc_wait()
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    square = tl.zeros([BLOCK_K], tl.float32)
     for k in range(0, K, BLOCK_K):
         ahead = (lane < K - k - BLOCK_K)[None, :]
         next_w = tl.load(own + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
         next_v = next_w
         if GATED:
             next_v = tl.load(own + offset + k + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
-        there = lane < K - k
-        right = tl.load(x + k + lane, mask=there, other=0.0).to(tl.float32)
-        if NORM:
-            if delta is not None:
-                right += tl.load(delta + k + lane, mask=there, other=0.0).to(tl.float32)
-                if tile == 0:
-                    tl.store(residual_out + k + lane, right, mask=there)
-            square += right * right
-            right *= tl.load(scale + k + lane, mask=there, other=0.0).to(tl.float32)
-        gate += w.to(tl.float32) * right[None, :]
+        right = tl.load(x + k + lane, mask=lane < K - k, other=0.0).to(tl.float32)[None, :]
+        gate += w.to(tl.float32) * right
         if GATED:
-            up += v.to(tl.float32) * right[None, :]
+            up += v.to(tl.float32) * right
         w = next_w
         v = next_v
     if PDL and not EARLY:
@@ -326,22 +311,78 @@ def _vector_kernel(
     second = first
     if GATED:
         second = tl.sum(up, axis=1)[:, None]
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
-        first *= inverse
-        second *= inverse
     _finish(first, second, bias, out, row, column, 1, 0, N, GATED, BIAS)
 
 
-@dataclass(slots=True)
-class Normed:
-    """One row that is yet to be normalised: (residual + delta) / rms(residual + delta) * scale."""
+@jit
+def _load_part(weight, source, K: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """Columns FIRST to FIRST + SIZE of W's rows `source`, [rows, SIZE]; zeros behind the last column."""
+    column = FIRST + tl.arange(0, SIZE)
+    place = weight + source[:, None] * K + column[None, :]
+    if FIRST + SIZE <= K:
+        return tl.load(place, eviction_policy="evict_first")
+    return tl.load(place, mask=(column < K)[None, :], other=0.0, eviction_policy="evict_first")
 
-    residual: torch.Tensor  # float32 [1, K]
-    delta: torch.Tensor | None  # [1, K]
-    scale: torch.Tensor  # [K]
-    eps: float
-    sum: torch.Tensor | None  # float32 [1, K], written where there is a delta: residual + delta; not `residual` itself
+
+@jit
+def _multiply_part(x, w, K: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """float32 [rows]: sums of w times these columns of x."""
+    column = FIRST + tl.arange(0, SIZE)
+    right = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
+    return tl.sum(w.to(tl.float32) * right[None, :], axis=1)
+
+
+@jit
+def _whole_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per tile of W's rows, whose columns are A + B + C, powers of two (B and C may be 0)."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    source = tl.minimum(column, N - 1).to(tl.int64)
+    offset: tl.constexpr = N * K
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    w_a = _load_part(weight, source, K, 0, A)
+    if B:
+        w_b = _load_part(weight, source, K, A, B)
+    if C:
+        w_c = _load_part(weight, source, K, A + B, C)
+    if GATED:
+        v_a = _load_part(weight + offset, source, K, 0, A)
+        if B:
+            v_b = _load_part(weight + offset, source, K, A, B)
+        if C:
+            v_c = _load_part(weight + offset, source, K, A + B, C)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = _multiply_part(x, w_a, K, 0, A)
+    if B:
+        first += _multiply_part(x, w_b, K, A, B)
+    if C:
+        first += _multiply_part(x, w_c, K, A + B, C)
+    second = first
+    if GATED:
+        second = _multiply_part(x, v_a, K, 0, A)
+        if B:
+            second += _multiply_part(x, v_b, K, A, B)
+        if C:
+            second += _multiply_part(x, v_c, K, A + B, C)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    _finish(first[:, None], second[:, None], bias, out, tl.arange(0, 1), column, 1, 0, N, GATED, BIAS)
 
 
 class _Scratch:
@@ -371,7 +412,7 @@ _scratch = _Scratch()
 
 
 def linear(
-    x: torch.Tensor | Normed,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -379,7 +420,7 @@ def linear(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + b: [M, N] of `dtype` (W's by default). A Normed row needs a configuration with `norm`.
+    """x W^T + b: [M, N] of `dtype` (x's by default).
 
     x: [M, K], M <= 192, rows may lie apart; weight: [N, K], contiguous, of x's dtype; bias: [N]. out: [M, N], rows may
     lie apart. Raises ValueError for shapes that do not fit.
@@ -388,7 +429,7 @@ def linear(
 
 
 def gated(
-    x: torch.Tensor | Normed,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -402,7 +443,7 @@ def gated(
 
 
 def _launch(
-    x: torch.Tensor | Normed,
+    x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     config: Config,
@@ -410,48 +451,33 @@ def _launch(
     dtype: torch.dtype | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    normed = x if isinstance(x, Normed) else None
-    row = x.residual if isinstance(x, Normed) else x
-    rows, k = row.shape
+    rows, k = x.shape
     n = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    most = 1 if config.vector else MOST_ROWS
-    if not 1 <= rows <= most or weight.shape[1] != k or row.stride(1) != 1:
-        raise ValueError(f"x {tuple(row.shape)} and W {tuple(weight.shape)}: at most {most} rows, of W's width")
-    if (normed is not None) > config.norm or config.norm > config.vector:
-        raise ValueError("a row is normalised on the way only by a `vector` configuration with `norm`")
+    one_row = config.vector or config.whole
+    most = 1 if one_row else MOST_ROWS
+    if not 1 <= rows <= most or weight.shape[1] != k or x.stride(1) != 1:
+        raise ValueError(f"x {tuple(x.shape)} and W {tuple(weight.shape)}: at most {most} rows, of W's width")
     if out is None:
-        out = torch.empty((rows, n), dtype=dtype or weight.dtype, device=weight.device)
+        out = torch.empty((rows, n), dtype=dtype or x.dtype, device=x.device)
     tiles = triton.cdiv(n, config.block_n)
     options = {"launch_pdl": True} if config.pdl else {}
     shape = {
         "N": n,
         "K": k,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
         "GATED": is_gated,
         "BIAS": bias is not None,
         "PDL": config.pdl,
         "EARLY": config.early,
-        "PREFETCH": config.prefetch,
-        "CHUNKS": config.chunks,
     }
-    wave = _scratch.multiprocessors(weight.device) * _WAVE
+    if config.whole:
+        a, b, c = _parts(k)
+        _whole_kernel[(tiles,)](x, weight, bias, out, A=a, B=b, C=c, **shape, num_warps=config.warps, **options)
+        return out
+    shape |= {"BLOCK_K": config.block_k, "PREFETCH": config.prefetch, "CHUNKS": config.chunks}
+    wave = _scratch.multiprocessors(x.device) * _WAVE
     if config.vector:
-        _vector_kernel[(tiles,)](
-            row,
-            None if normed is None else normed.delta,
-            None if normed is None else normed.scale,
-            None if normed is None else normed.sum,
-            weight,
-            bias,
-            out,
-            wave,
-            0.0 if normed is None else normed.eps,
-            NORM=normed is not None,
-            **shape,
-            num_warps=config.warps,
-            **options,
-        )
+        _vector_kernel[(tiles,)](x, weight, bias, out, wave, **shape, num_warps=config.warps, **options)
         return out
     splits = config.splits
     padded, extra = _padding(rows)
@@ -464,7 +490,7 @@ def _launch(
         )
         arrived = _scratch.arrived(weight.device, tiles)
     _product_kernel[(tiles, splits)](
-        row,
+        x,
         weight,
         bias,
         out,
@@ -472,19 +498,32 @@ def _launch(
         arrived,
         rows,
         wave,
-        row.stride(0),
+        x.stride(0),
         out.stride(0),
         ROWS=padded,
         EXTRA=extra,
         SPLITS=splits,
         STAGES=config.stages,
-        PRECISION="ieee" if row.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         WIDEN=interpreted,  # the interpreter does not multiply bfloat16 matrices
         **shape,
         num_warps=config.warps,
         **options,
     )
     return out
+
+
+def _parts(k: int) -> tuple[int, int, int]:
+    """At most three powers of two, descending, that add up to k, or to a little more."""
+    parts, left = [], k
+    while left > 0 and len(parts) < 3:
+        size = 1 << (left.bit_length() - 1)
+        if len(parts) == 2:
+            size = triton.next_power_of_2(left)
+        parts.append(size)
+        left -= size
+    a, b, c = (*parts, 0, 0)[:3]
+    return a, b, c
 
 
 def _padding(rows: int) -> tuple[int, int]:
@@ -503,12 +542,6 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     return y if bias is None else y + bias.float()
 
 
-def normed_reference(x: Normed) -> torch.Tensor:
-    """The row that a Normed stands for, float32 [1, K]; `sum` is not written."""
-    total = x.residual if x.delta is None else x.residual + x.delta.float()
-    return total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + x.eps) * x.scale.float()
-
-
 def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`gated` in float32; gate and up are rounded to x's dtype as they are in the kernel."""
     gate, up = reference(x, weight, bias).to(x.dtype).float().chunk(2, dim=-1)
@@ -520,37 +553,41 @@ def gated_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 Entry = tuple[tuple[int, Config | None], ...]
 TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType(
     {
-        # Llama-3.1-8B and Qwen3-8B on an H200, in a layer
+        # Llama-3.1-8B on an H200, in a layer
         (False, 6144, 4096): (
-            (1, Config(4, 2048, warps=8, vector=True, norm=True, pdl=True)),
+            (1, Config(1, warps=4, whole=True, pdl=True)),
             (8, Config(16, 256, warps=1, stages=4, pdl=True)),
             (16, None),
             (32, Config(64, 128, splits=2, warps=4, stages=4, pdl=True)),
+            (64, None),
+            (80, Config(64, 128, splits=2, warps=4, stages=3, pdl=True)),
         ),
         (False, 4096, 4096): (
-            (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
+            (1, Config(1, warps=4, whole=True, pdl=True)),
             (8, Config(32, 128, splits=2, warps=2, stages=5)),
             (16, Config(64, 128, splits=2, warps=4, stages=4, pdl=True)),
-            (32, Config(64, 128, splits=2, warps=4, stages=6, pdl=True)),
+            (32, Config(64, 128, splits=2, warps=4, stages=6, pdl=True, early=False)),
         ),
         (True, 28672, 4096): (
-            (1, Config(16, 256, warps=1, stages=3, pdl=True)),
+            (1, Config(1, 2048, warps=4, vector=True, pdl=True, early=False, prefetch=2048)),
             (8, Config(16, 256, warps=1, stages=3, pdl=True)),
             (16, Config(64, 128, warps=4, stages=3, pdl=True)),
             (32, Config(128, 128, warps=8, stages=3)),
             (64, Config(64, 64, warps=4, stages=5, pdl=True)),
+            (80, Config(64, 64, warps=4, stages=4)),
         ),
         (False, 4096, 14336): (
-            (1, Config(8, 512, warps=4, vector=True, pdl=True)),
+            (1, Config(16, 512, warps=8, vector=True, pdl=True, prefetch=2048)),
             (8, Config(16, 512, warps=2, stages=4)),
-            (64, Config(64, 128, splits=2, warps=4, stages=6, pdl=True)),
+            (32, Config(64, 128, splits=2, warps=4, stages=6, pdl=True, early=False)),
+            (64, Config(64, 128, splits=2, warps=4, stages=6, pdl=True, prefetch=1024)),
         ),
         (False, 128256, 4096): (
-            (1, Config(4, 2048, warps=8, vector=True, pdl=True)),
+            (1, Config(2, warps=8, whole=True, pdl=True)),
             (8, Config(64, 256, warps=4, stages=3, pdl=True)),
-            (16, Config(128, 128, warps=4, stages=3, pdl=True)),
-            (32, Config(128, 64, warps=4, stages=5, pdl=True)),
+            (32, Config(128, 128, warps=8, stages=4, pdl=True)),
             (64, Config(128, 128, warps=8, stages=4, pdl=True)),
+            (80, Config(128, 64, warps=4, stages=4, pdl=True)),
         ),
     }
 )

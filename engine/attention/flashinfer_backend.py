@@ -71,7 +71,7 @@ class PrefillPart:
 
 class FlashInferBackend(DeviceBackend):
     name = "flashinfer"
-    capabilities = Capabilities(cuda=True, sliding_window=True, mixed_batches=True, decode_graph=True, device_rows=True)
+    capabilities = Capabilities(cuda=True, mixed_batches=True, decode_graph=True, device_rows=True)
     refreshes = True
 
     def __init__(

@@ -30,7 +30,6 @@ class MeasuredBackend(DeviceBackend):
     name = "triton+flashinfer"
     capabilities = Capabilities(
         cuda=True,
-        sliding_window=True,
         mixed_batches=True,
         decode_graph=True,
         prefill_graph=True,

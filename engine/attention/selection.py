@@ -108,6 +108,8 @@ class _Choice:
         config = self.config
         if reason := FlashInferBackend.unavailable(config.head_dim, self.dtype, self.device):
             raise ModelLoadError(f"--attention-backend 'flashinfer' {reason}; use 'auto'")
+        if any(window is not None for window in config.windows):  # before it compiles anything
+            raise ModelLoadError("--attention-backend 'flashinfer' cannot run models with a sliding window; use 'auto'")
         try:
             return FlashInferBackend(
                 config.num_heads,
@@ -134,7 +136,8 @@ class _Choice:
         heads = {"head_dim": config.head_dim, "group": config.num_heads // config.num_kv_heads}
         if not table.prefers("flashinfer", ("triton", "flashinfer"), **heads):
             return triton
-        if FlashInferBackend.unavailable(config.head_dim, self.dtype, self.device):
+        windows = any(window is not None for window in config.windows)
+        if windows or FlashInferBackend.unavailable(config.head_dim, self.dtype, self.device):
             return triton
         try:
             flashinfer = self._flashinfer()

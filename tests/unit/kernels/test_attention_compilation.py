@@ -29,7 +29,7 @@ def _launch_all() -> None:
         q, lens = torch.empty(20, 2 * group, dim, dtype=bf16), torch.empty(20, dtype=int32)
         for rows in (1, 20):
             decode.decode_attention(q[:rows], pool, tables[:rows], lens[:rows])
-        config = replace(decode.config_for(20, dim, 2), descriptors=True)
+        config = replace(decode.config_for(20, dim, 2), descriptors=False)
         decode.decode_attention(q, pool, tables, lens, config=config)
         for tokens in (20, 9999):
             shape = replace(prefill.config_for(tokens, dim, 2, group), hopper=False)
@@ -55,7 +55,7 @@ def test_attention_kernels_compile_for_hopper_and_hardly_spill(compiled: list[di
 
 def test_decode_programs_fit_as_many_to_a_multiprocessor_as_are_launched(compiled: list[dict[str, object]]) -> None:
     per_sm = decode.config_for(20, 128, 2).per_sm
-    rows = [kernel for kernel in compiled if kernel["name"] == "_decode_kernel" and not kernel["copies"]]
+    rows = [kernel for kernel in compiled if kernel["name"] == "_decode_kernel"]
     assert rows
     for kernel in rows:
         assert per_sm * (kernel["shared_bytes"] + 1024) <= SHARED_BYTES
