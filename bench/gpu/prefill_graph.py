@@ -10,7 +10,8 @@ repetition; of the repetitions the fastest and the slowest are left out. A reque
 Parts: `ttft` (EngineCore from add to the first token of all prompts of a batch), `replay` (per bucket: device time of
 the graph, host time of preparing and launching it, kernels in it and in an eager step), `cost` (start-up seconds and
 memory of 19 and of 64 buckets), `gate` (buckets 32 and 160 alone, with and without the limit of padding), `boundary`
-(160 against 161 tokens, 8 against 9 prompts).
+(160 against 161 tokens, 8 against 9 prompts), `fit` (for some lengths the bucket whose graph takes least time: how fast
+matrix products are does not only rise with their rows; then first tokens with these buckets alone).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ BLOCK = 64
 PROMPTS = (1, 8, 16, 32, 64, 88, 118, 128, 156, 160)
 REQUESTS = (1, 2, 4, 8)
 SPARSE = (32, 160)
+FITTED = (16, 64, 128, 160)
 GATE_PROMPTS = (8, 16, 24, 33, 64, 100, 128)
 
 
@@ -140,7 +142,7 @@ def compare(
 ) -> dict[str, Any]:
     """Both arms in turn."""
     for on in (False, True):
-        measure(engine, tokens, requests, on, 20, expect)
+        measure(engine, tokens, requests, on, min(count, 20), expect)
     arms: dict[bool, list[list[float]]] = {False: [], True: []}
     for repetition in range(repetitions):
         for on in (False, True) if repetition % 2 else (True, False):
@@ -258,6 +260,44 @@ def cost(engine: Engine) -> list[dict[str, Any]]:
     return found
 
 
+@torch.inference_mode()
+def seconds_in(engine: Engine, tokens: int, bucket: int, rounds: int = 15) -> float:
+    """Median seconds from preparing a prompt's replay in `bucket` to its end on the device."""
+    batch = StepBatch(rows_of(engine, [tokens]))
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        engine.graphs.prepare_replay(batch, bucket)
+        engine.graphs.replay()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def fit(engine: Engine, lengths: Sequence[int], repetitions: int, count: int) -> dict[str, Any]:
+    """Buckets up to a quarter of padding above each length, and no larger than the scratch blocks allow."""
+    most = BLOCK * -(-DEFAULT_BUCKETS[-1] // BLOCK)
+    choices = {
+        tokens: sorted({tokens + more for more in (0, 1, 2, 4, 8, 12, 16, 24, 32) if more <= (tokens + more) / 4})
+        for tokens in lengths
+    }
+    choices = {tokens: [size for size in sizes if size <= most] for tokens, sizes in choices.items()}
+    engine.recapture(sorted({size for sizes in choices.values() for size in sizes}), engine.settings)
+    measured: dict[int, dict[int, float]] = {}
+    for tokens, sizes in choices.items():
+        measured[tokens] = {size: seconds_in(engine, tokens, size) * 1e3 for size in sizes}
+        shown = "  ".join(f"{size}: {ms:.3f}" for size, ms in measured[tokens].items())
+        print(f"{tokens:4} tokens in a bucket of   {shown} ms", flush=True)
+    best = sorted({min(found, key=lambda size: found[size]) for found in measured.values()})
+    engine.recapture(best, engine.settings)
+    print(f"first tokens with buckets {best}", flush=True)
+    first = [compare(engine, tokens, 1, repetitions, count) for tokens in lengths]
+    if 64 in lengths and 128 in lengths:
+        first.append(compare(engine, 64, 2, repetitions, count))
+    engine.recapture(DEFAULT_BUCKETS, engine.settings)
+    return {"milliseconds": measured, "buckets": best, "first_token": first}
+
+
 def gate(engine: Engine, repetitions: int, count: int) -> list[dict[str, Any]]:
     found = []
     for ratio in (0.25, 1.0):
@@ -278,7 +318,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a model folder in place of --shape")
     parser.add_argument("--load-format", default="dummy", choices=("dummy", "auto"))
     parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--parts", nargs="+", default=["ttft", "replay", "cost", "gate", "boundary"])
+    parser.add_argument("--parts", nargs="+", default=["ttft", "replay", "boundary", "cost", "fit", "gate"])
     parser.add_argument("--tokens", nargs="+", type=int, default=PROMPTS)
     parser.add_argument("--requests", nargs="+", type=int, default=REQUESTS)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -320,6 +360,8 @@ def main() -> None:
                 ]
             if "cost" in arguments.parts:
                 report["cost"] = cost(engine)
+            if "fit" in arguments.parts:
+                report["fit"] = fit(engine, FITTED, repetitions, count)
             if "gate" in arguments.parts:
                 report["gate"] = gate(engine, repetitions, count)
         finally:
