@@ -375,6 +375,8 @@ def unavailable(q: torch.Tensor, pool: torch.Tensor) -> str:
         return "it is for Hopper GPUs, compute capability 9.0"
     if q.dtype is not torch.bfloat16 or dim not in (64, 128) or page % 64 or heads // kv_heads > 128:
         return f"it is for bfloat16, heads of 64 or 128, pages of whole 64 tokens; not {q.dtype}, {dim}, {page}"
+    if pool.numel() // dim >= 2**31:
+        return "the tensor memory unit's coordinates are 32-bit, and the pool is larger"
     return ""
 
 

@@ -24,7 +24,7 @@ from kernels.attention_metadata import PagePlan, page_plan
 _log = logging.getLogger(__name__)
 _HEAD_DIMS = (64, 128, 256)
 _LAYOUT = "HND"  # heads before tokens within a page, keys before values within a block
-_QUERY_TILE = 16  # query rows, of all heads of a key head, in a program that attends decode rows
+_QUERY_TILES = (16, 64, 128)  # query rows, of all heads of a key head, in a program that attends decode rows
 _LEAST_WORKSPACE = 128 << 20
 _PLAN_BYTES = 2 << 20  # of a wrapper's own integer workspace, for up to some ten thousand programs
 
@@ -114,8 +114,10 @@ class FlashInferBackend(DeviceBackend):
 
     def _workspace_bytes(self, rows: int) -> int:
         """For the partial results of decode rows that are cut: one tile of queries for each of the programs."""
-        tiles = -(-rows * (self.num_heads // self.num_kv_heads) // _QUERY_TILE) + rows + 512
-        return max(_LEAST_WORKSPACE, self.num_heads * tiles * _QUERY_TILE * (self.head_dim + 1) * 4 + (1 << 20))
+        group = self.num_heads // self.num_kv_heads
+        tile = next(tile for tile in _QUERY_TILES if group <= tile or tile == _QUERY_TILES[-1])
+        tiles = -(-rows * group // tile) + rows + 512
+        return max(_LEAST_WORKSPACE, self.num_heads * tiles * tile * (self.head_dim + 1) * 4 + (1 << 20))
 
     def _integers(self) -> torch.Tensor:
         return torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=self.device)
@@ -144,9 +146,9 @@ class FlashInferBackend(DeviceBackend):
         for version in versions:
             wrappers = {}
             for window in self.windows:
-                wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=version)
-                wrapper.reset_workspace_buffer(self._workspace, self._integers())
-                wrappers[window] = wrapper
+                wrappers[window] = self._library.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace, _LAYOUT, backend=version
+                )
             try:
                 for window, wrapper in wrappers.items():
                     self._plan_prefill(wrapper, window, one, one, self.pages.page_indices[:1], one[1:])
