@@ -191,7 +191,7 @@ def _plan(
     if ROWS_PAD == 1:
         lens = tl.load(kv_lens, cache_modifier=CACHE)
         firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-        target = (lasts - firsts) * KV_HEADS // shares + 1
+        target = ((lasts - firsts) * KV_HEADS + shares - 1) // shares
         pieces = _span(sizes, counts, target)
         ends = (counts + pieces - 1) // pieces
         return ends, target, ends * KV_HEADS
@@ -199,7 +199,7 @@ def _plan(
         ids = tl.arange(0, ROWS_PAD)
         lens = tl.load(kv_lens + ids, mask=ids < rows, other=0, cache_modifier=CACHE)
         firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-        target = tl.sum(lasts - firsts, 0) * KV_HEADS // shares + 1
+        target = (tl.sum(lasts - firsts, 0) * KV_HEADS + shares - 1) // shares
         pieces = _span(sizes, counts, target)
         ends = tl.cumsum(tl.where(ids < rows, (counts + pieces - 1) // pieces, 0), 0)
         return ends, target, tl.max(ends, 0) * KV_HEADS
