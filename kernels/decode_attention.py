@@ -58,7 +58,7 @@ class _Cut:
     rounds: int = 1
 
 
-_CUTS = (_Cut(1, 32, 2), _Cut(4, 32, 4), _Cut(16, 8, 8), _Cut(64, 4, 32), _Cut(2**31, 4, 32))
+_CUTS = (_Cut(1, 32, 2), _Cut(4, 32, 4), _Cut(8, 16, 4), _Cut(16, 8, 8), _Cut(64, 4, 32), _Cut(2**31, 4, 32))
 _MANY_ROWS = 64  # beyond, spans are short: three programs on a multiprocessor hide each other's beginnings
 
 
