@@ -27,7 +27,7 @@ from bench.gpu.shapes import SHAPES, products
 from bench.gpu.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from kernels import qkv, rms_norm, small_gemm, swiglu
 from kernels.decode_attention import decode_attention, scratch_for
-from kernels.small_gemm import Config, Normed
+from kernels.small_gemm import Config
 
 _FINALISTS = 2  # configurations of a product that compete in the chain
 _TOLERANCE = 2e-2  # ||y - reference|| / ||reference|| of a bfloat16 result
@@ -58,38 +58,35 @@ def candidates(n: int, k: int, gated: bool, rows: int) -> Iterator[Config]:
 
 def vector_candidates(gated: bool) -> Iterator[Config]:
     """For one row."""
+    for block_n, warps in ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (4, 8), (4, 16)):
+        if block_n > 1 or not gated:
+            yield Config(block_n // 2 if gated else block_n, warps=warps, whole=True)
     for block_n, block_k, warps in (
-        (4, 2048, 8),
         (2, 2048, 4),
-        (8, 1024, 8),
-        (4, 1024, 4),
+        (4, 2048, 8),
         (2, 1024, 2),
+        (2, 1024, 4),
+        (4, 1024, 4),
         (8, 512, 4),
         (4, 512, 2),
         (16, 512, 8),
-        (2, 4096, 8),
-        (1, 4096, 4),
     ):
-        if block_n >= 2 or not gated:
-            yield Config(block_n // 2 if gated else block_n, block_k, 1, warps, vector=True)
+        yield Config(block_n // 2 if gated else block_n, block_k, 1, warps, vector=True)
 
 
-def with_pdl(config: Config, name: str, k: int) -> Iterator[Config]:
-    """The same with programmatic dependent launch, some depths of reading ahead, and the norm before it taken in."""
+def with_pdl(config: Config, k: int) -> Iterator[Config]:
+    """The same with programmatic dependent launch, and some depths of reading ahead."""
     share = k * 2 // config.splits - (2 * config.block_k if config.vector else 0)
     unit = 16 * config.chunks
-    for norm in (False, True) if config.vector and name in ("qkv", "gate_up") else (False,):
-        if norm:
-            yield dataclasses.replace(config, norm=True)
-        for early in (True, False):
-            base = dataclasses.replace(config, pdl=True, early=early, norm=norm)
-            yield base
-            for wanted in (2048, 6144):
-                if unit <= wanted <= share:
-                    yield dataclasses.replace(base, prefetch=wanted // unit * unit)
+    for early in (True, False):
+        base = dataclasses.replace(config, pdl=True, early=early)
+        yield base
+        for wanted in () if config.whole else (2048, 6144):
+            if unit <= wanted <= share:
+                yield dataclasses.replace(base, prefetch=wanted // unit * unit)
 
 
-def run_small(config: Config, gated: bool, x: torch.Tensor | Normed, weight: torch.Tensor, exact: bool) -> torch.Tensor:
+def run_small(config: Config, gated: bool, x: torch.Tensor, weight: torch.Tensor, exact: bool) -> torch.Tensor:
     if gated:
         return small_gemm.gated(x, weight, config=config)
     return small_gemm.linear(x, weight, config=config, dtype=torch.float32 if exact else None)
@@ -102,10 +99,6 @@ def run_cublas(gated: bool, x: torch.Tensor, weight: torch.Tensor, exact: bool) 
     return swiglu.swiglu(y) if gated else y
 
 
-def normed(residual: torch.Tensor, delta: torch.Tensor, scale: torch.Tensor) -> Normed:
-    return Normed(residual, delta, scale, 1e-5, torch.empty_like(residual))
-
-
 Job = tuple[Config, bool, int, int, int, bool]  # with rows of x, N, K, and whether the result is float32
 
 
@@ -114,10 +107,7 @@ def _compile(job: Job) -> str:
     config, gated, rows, n, k, exact = job
     try:
         weight = torch.empty(n, k, dtype=torch.bfloat16, device="cuda")
-        x: torch.Tensor | Normed = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda")
-        if config.norm:
-            x = normed(torch.zeros(1, k, device="cuda"), x, torch.ones(k, dtype=torch.bfloat16, device="cuda"))
-        run_small(config, gated, x, weight, exact)
+        run_small(config, gated, torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda"), weight, exact)
         torch.cuda.synchronize()
     except Exception as error:  # a configuration that does not fit the device is passed over
         return f"{config}: {type(error).__name__}: {str(error)[:120]}"
@@ -198,23 +188,15 @@ class Chain:
             return run_cublas(gated, x, weight, False)
         return run_small(config, gated, x, weight, False)
 
-    def behind_norm(
-        self, name: str, configs: dict[str, Config | None], layer: int, delta: torch.Tensor
-    ) -> torch.Tensor:
-        config = configs[name]
-        if config is None or not config.norm:
-            x = rms_norm.add_rms_norm(self.residual, delta, self.scale, 1e-5)
-            return self.product(name, configs, layer, x)
-        row = normed(self.residual, delta, self.scale)
-        return run_small(config, self.parts[name][2], row, self.weights[layer][name], False)
-
     def layer(self, configs: dict[str, Config | None], layer: int, delta: torch.Tensor) -> torch.Tensor:
-        heads = self.behind_norm("qkv", configs, layer, delta).view(self.rows, -1, self.dim)
+        x = rms_norm.add_rms_norm(self.residual, delta, self.scale, 1e-5)
+        heads = self.product("qkv", configs, layer, x).view(self.rows, -1, self.dim)
         q = qkv.split_norm_rotate_write(heads, None, None, 0.0, self.cos, self.sin, self.slots, self.pools[layer])
         out = torch.empty_like(q)
         decode_attention(q, self.pools[layer], self.tables, self.kv_lens, 0, out=out, scratch=self.scratch)
         delta = self.product("o", configs, layer, out.view(self.rows, -1))
-        return self.product("down", configs, layer, self.behind_norm("gate_up", configs, layer, delta))
+        x = rms_norm.add_rms_norm(self.residual, delta, self.scale, 1e-5)
+        return self.product("down", configs, layer, self.product("gate_up", configs, layer, x))
 
     def seconds_per_layer(self, configs: dict[str, Config | None]) -> float:
         def run(i: int) -> None:
@@ -271,10 +253,11 @@ def finalists_of(found: dict[str, Any], k: int) -> list[Config | None]:
     """cuBLAS, the fastest ones, and of one row's the fastest of its own kind."""
     ranked = [config for _, config in found["small"]]
     chosen = ranked[:_FINALISTS]
-    chosen += [config for config in [c for c in ranked if c.vector][:2] if config not in chosen]
+    for kind in ("vector", "whole"):
+        chosen += [config for config in [c for c in ranked if getattr(c, kind)][:2] if config not in chosen]
     options: list[Config | None] = [None]
     for config in chosen:
-        options += [config, *with_pdl(config, found["product"], k)]
+        options += [config, *with_pdl(config, k)]
     return options
 
 

@@ -16,7 +16,6 @@ from engine.models.config import ModelConfig
 from engine.models.rope_config import RopeConfig
 from engine.models.step import ForwardStep
 from kernels import embedding, qkv, rms_norm, rotary
-from kernels.small_gemm import Normed
 
 # Tokens from which a product adds to the stream itself. It is bound by arithmetic then, and the stream's way from and
 # to memory, which the next norm is spared, takes no time of its own.
@@ -53,16 +52,6 @@ class DeviceStream:
         rms_norm.add_rms_norm(self.residual, self.delta, norm.weight, norm.eps, out)
         self.delta = None
         return out
-
-    def through(self, norm: DeviceNorm, product: DeviceLinear | DeviceGated) -> torch.Tensor:
-        if self.residual.shape[0] > 1 or not product.takes_normed:
-            return product(self.read(norm))
-        # Every program of the product reads the old sum while one writes the new one
-        total = None if self.delta is None else torch.empty_like(self.residual)
-        row = Normed(self.residual, self.delta, norm.weight, norm.eps, total)
-        if total is not None:
-            self.residual, self.delta = total, None
-        return product.of_normed(row)
 
     def add(self, linear: DeviceLinear, x: torch.Tensor) -> None:
         if x.shape[0] >= _ACCUMULATE_FROM:

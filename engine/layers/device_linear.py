@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels import small_gemm, swiglu
-from kernels.small_gemm import Normed
 
 
 class DeviceLinear:
@@ -22,17 +21,6 @@ class DeviceLinear:
         self.weight = weight
         self.bias = bias
         self.small = small_gemm.configs_for(weight)
-        self.one_row = self.small.get(1)
-
-    @property
-    def takes_normed(self) -> bool:
-        """Whether a single row is normalised on the way, by `of_normed`."""
-        return self.one_row is not None and self.one_row.norm
-
-    def of_normed(self, x: Normed) -> torch.Tensor:
-        """[1, out]."""
-        assert self.one_row is not None
-        return small_gemm.linear(x, self.weight, self.bias, config=self.one_row)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         config = self.small.get(x.shape[0])
@@ -76,16 +64,6 @@ class DeviceGated:
         """gate_up: [2 * inner, in], the gate's rows first; bias: [2 * inner]."""
         self.gate_up = DeviceLinear(gate_up, bias)
         self.small = small_gemm.configs_for(gate_up, gated=True)
-        self.one_row = self.small.get(1)
-
-    @property
-    def takes_normed(self) -> bool:
-        return self.one_row is not None and self.one_row.norm
-
-    def of_normed(self, x: Normed) -> torch.Tensor:
-        """[1, inner]."""
-        assert self.one_row is not None
-        return small_gemm.gated(x, self.gate_up.weight, self.gate_up.bias, config=self.one_row)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         config = self.small.get(x.shape[0])

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.layers.linear import Gated, Linear
+from engine.layers.linear import Linear
 
 
 class Norm(Protocol):
@@ -23,9 +23,6 @@ class ResidualStream(Protocol):
 
     def read(self, norm: Norm) -> torch.Tensor:
         """The normalised stream [tokens, hidden], in the compute dtype."""
-
-    def through(self, norm: Norm, product: Linear | Gated) -> torch.Tensor:
-        """product(read(norm)), which a device may compute in one go."""
 
     def add(self, linear: Linear, x: torch.Tensor) -> None:
         """stream += linear(x). x: [tokens, in]."""
@@ -41,9 +38,6 @@ class HostStream:
 
     def read(self, norm: Norm) -> torch.Tensor:
         return norm(self.residual)
-
-    def through(self, norm: Norm, product: Linear | Gated) -> torch.Tensor:
-        return product(norm(self.residual))
 
     def add(self, linear: Linear, x: torch.Tensor) -> None:
         linear.add_to(self.residual, x)

@@ -31,8 +31,8 @@ class LlamaAttention:
         """Norms of every query head and every key head before they are rotated."""
         return None, None
 
-    def __call__(self, stream: ResidualStream, norm: Norm, step: ForwardStep) -> None:
-        q, kv = self.heads(stream.through(norm, self.qkv), self.layer, step)
+    def __call__(self, stream: ResidualStream, x: torch.Tensor, step: ForwardStep) -> None:
+        q, kv = self.heads(self.qkv(x), self.layer, step)
         if step.on_layer is not None:
             step.on_layer(self.layer)
         attended = step.backend.attend(step.plan, step.pools[self.layer], q, kv, self.window)
@@ -47,8 +47,8 @@ class LlamaMlp:
         self.gate_up = load.gated(f"{prefix}.gate_proj", f"{prefix}.up_proj", hidden, inner, config.mlp_bias)
         self.down = load.linear([f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
 
-    def __call__(self, stream: ResidualStream, norm: Norm) -> None:
-        stream.add(self.down, stream.through(norm, self.gate_up))
+    def __call__(self, stream: ResidualStream, x: torch.Tensor) -> None:
+        stream.add(self.down, self.gate_up(x))
 
 
 class LlamaLayer:
@@ -61,8 +61,8 @@ class LlamaLayer:
         self.mlp = LlamaMlp(config, load, f"{prefix}.mlp")
 
     def __call__(self, stream: ResidualStream, step: ForwardStep) -> None:
-        self.attention(stream, self.attention_norm, step)
-        self.mlp(stream, self.mlp_norm)
+        self.attention(stream, stream.read(self.attention_norm), step)
+        self.mlp(stream, stream.read(self.mlp_norm))
 
 
 class LlamaModel:

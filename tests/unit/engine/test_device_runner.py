@@ -248,13 +248,12 @@ def test_bfloat16_when_computed_by_the_device_path_then_logits_are_near_the_cpus
         assert mine.logprob == pytest.approx(theirs.logprob, abs=0.1)
 
 
-def test_one_row_when_its_products_normalise_on_the_way_then_tokens_and_kv_equal_the_cpus(
+def test_few_rows_when_their_products_take_kernels_of_their_own_then_tokens_and_kv_equal_the_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Config(32, 32, vector=True, norm=True)
-    monkeypatch.setattr(small_gemm, "configs_for", lambda weight, gated=False: {1: config, 3: Config(32, 32)})
+    configs = {1: Config(32, 32, vector=True), **dict.fromkeys(range(2, 18), Config(32, 32))}
+    monkeypatch.setattr(small_gemm, "configs_for", lambda weight, gated=False: configs)
     host, device = new_runner("qwen3", "torch"), new_runner("qwen3", "triton")
-    assert device.model.layers[0].mlp.gate_up.takes_normed
     prompt = random_prompt(18)
     assert generate(device, [prompt], count=3, chunk=17) == generate(host, [prompt], count=3, chunk=17)
     for found, expected in zip(pools(device), pools(host), strict=True):
