@@ -35,14 +35,15 @@ Which configuration serves which shape and number of rows is measured (`python -
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
-from kernels.jit import interpreted, jit, tl, triton
+from kernels.jit import interpreted, jit, pdl, tl, triton
 
 MOST_ROWS = 192
+_MEASURED_ON = (9, 0)  # compute capability of the table's device
 _WAVE = 2  # programs per multiprocessor that read ahead into the L2 cache
 
 
@@ -603,13 +604,22 @@ TABLE: Mapping[tuple[bool, int, int], Entry] = MappingProxyType(
 
 
 def configs_for(weight: torch.Tensor, *, gated: bool = False) -> dict[int, Config]:
-    """The measured choice for a weight [N, K]: rows of x to configuration; no entry means cuBLAS."""
+    """The measured choice for a weight [N, K]: rows of x to configuration; no entry means cuBLAS.
+
+    Devices that were not measured get none. Without programmatic dependent launch (see `kernels.jit`) entries are the
+    same but for that.
+    """
     if weight.dtype != torch.bfloat16 or weight.device.type != "cuda" or interpreted:
         return {}
+    if torch.cuda.get_device_capability(weight.device) != _MEASURED_ON:
+        return {}
+    dependent = pdl(weight)
     chosen: dict[int, Config] = {}
     begin = 1
     for last, config in TABLE.get((gated, weight.shape[0], weight.shape[1]), ()):
         if config is not None:
+            if not dependent:
+                config = replace(config, pdl=False, prefetch=0)
             chosen.update(dict.fromkeys(range(begin, last + 1), config))
         begin = last + 1
     return chosen
