@@ -5,8 +5,8 @@
 Every candidate is compared with the float32 reference on random data and timed, one product after the other. The best
 few of each product then compete where they will work: in a chain of whole decode layers (norms, head step, attention
 and all four products, 8 layers of weights), in which each product's configuration is exchanged until none gets faster.
-That accounts for what overlaps with what. Last comes the table for kernels/small_gemm.py. Kernels are compiled by a
-pool of processes before anything is timed. Weights rotate through copies that exceed the L2 cache.
+That accounts for what overlaps with what. Last comes the table for kernels/small_gemm_table.py. Kernels are compiled
+by a pool of processes before anything is timed. Weights rotate through copies that exceed the L2 cache.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ class DeviceHeads:
 
     def __call__(self, product: torch.Tensor, layer: int, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         """The returned kv is what the product gave: normalised and rotated keys are in the pool only."""
+        assert step.slots is not None
         heads = product.view(-1, self.num_all, self.head_dim)
         q = heads[:, : self.num_heads]
         if not self.packed:

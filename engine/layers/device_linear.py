@@ -1,9 +1,9 @@
 """Products with weights on a device: cuBLAS, but for the few rows of a small decode batch.
 
 With few rows a product is bound by reading its weight once, and cuBLAS' kernels for that leave up to a third of the
-memory bandwidth unused. Where the measured table of `kernels/small_gemm.py` says that the kernel there is faster for a
-shape and number of rows, it is taken; `python -m bench.gpu.gemm` measures. The choice depends on the shape alone, so
-that equal batches give equal numbers.
+memory bandwidth unused. Where the measured table of `kernels/small_gemm_table.py` says that a kernel of our own is
+faster for a shape and number of rows, it is taken; `python -m bench.gpu.gemm` measures. The choice depends on the
+shape alone, so that equal batches give equal numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels import small_gemm, swiglu
+from kernels import small_gemm, small_gemm_table, swiglu
 
 
 class DeviceLinear:
@@ -20,7 +20,7 @@ class DeviceLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-        self.small = small_gemm.configs_for(weight)
+        self.small = small_gemm_table.configs_for(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         config = self.small.get(x.shape[0])
@@ -63,7 +63,7 @@ class DeviceGated:
     def __init__(self, gate_up: torch.Tensor, bias: torch.Tensor | None) -> None:
         """gate_up: [2 * inner, in], the gate's rows first; bias: [2 * inner]."""
         self.gate_up = DeviceLinear(gate_up, bias)
-        self.small = small_gemm.configs_for(gate_up, gated=True)
+        self.small = small_gemm_table.configs_for(gate_up, gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         config = self.small.get(x.shape[0])

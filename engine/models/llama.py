@@ -98,7 +98,3 @@ class LlamaModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: float32 [n, hidden], rows of what `forward` leaves in the stream -> float32 logits [n, vocab]."""
         return self.head.exact(self.norm(hidden))
-
-    def stream_logits(self, stream: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 logits [n, vocab] of every token of a device's stream, in `out` if given."""
-        return self.head.exact(stream.read(self.norm), out)

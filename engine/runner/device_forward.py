@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.layers.device import DeviceStream
+from engine.layers.device_linear import DeviceLinear
 from engine.layers.override import Override
 from engine.models.llama import LlamaModel
 from engine.models.step import ForwardStep
@@ -59,4 +60,5 @@ class DeviceForward:
         tokens: int64 or int32 [n], indices; out: float32 [n, vocab].
         """
         chosen = stream if tokens is None else stream.rows(tokens)
-        return self.model.stream_logits(chosen, out)
+        head: DeviceLinear = self.model.head  # type: ignore[assignment]  # of a DeviceMaker
+        return head.exact(chosen.read(self.model.norm), out)  # type: ignore[arg-type]  # a DeviceNorm

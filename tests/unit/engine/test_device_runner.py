@@ -17,7 +17,7 @@ from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
-from kernels import jit, small_gemm
+from kernels import jit, small_gemm_table
 from kernels.small_gemm import Config
 from rpc.errors import ErrorCode
 from tests.unit.engine.real_engine import RealEngine
@@ -252,7 +252,7 @@ def test_few_rows_when_their_products_take_kernels_of_their_own_then_tokens_and_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     configs = {1: Config(32, 32, vector=True), **dict.fromkeys(range(2, 18), Config(32, 32))}
-    monkeypatch.setattr(small_gemm, "configs_for", lambda weight, gated=False: configs)
+    monkeypatch.setattr(small_gemm_table, "configs_for", lambda weight, gated=False: configs)
     host, device = new_runner("qwen3", "torch"), new_runner("qwen3", "triton")
     prompt = random_prompt(18)
     assert generate(device, [prompt], count=3, chunk=17) == generate(host, [prompt], count=3, chunk=17)

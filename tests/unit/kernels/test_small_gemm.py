@@ -7,6 +7,7 @@ import torch
 
 from kernels import embedding, rotary, small_gemm
 from kernels.small_gemm import Config
+from kernels.small_gemm_table import TABLE
 
 CONFIGS = [
     Config(32, 32),
@@ -119,7 +120,7 @@ def test_product_when_shapes_do_not_fit_then_it_is_refused(device: torch.device)
 
 
 def test_table_when_looked_up_then_entries_are_configurations_that_can_run() -> None:
-    for (gated, n, k), entries in small_gemm.TABLE.items():
+    for (gated, n, k), entries in TABLE.items():
         assert [rows for rows, _ in entries] == sorted({rows for rows, _ in entries})
         for index, (rows, config) in enumerate(entries):
             assert 1 <= rows <= small_gemm.MOST_ROWS

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kernels import jit, offline, small_gemm
+from kernels.small_gemm_table import TABLE
 
 _LOAD_16 = re.compile(r"\bLDG\.E\.\S*128|\bLDGSTS\.E\.\S*128")
 _WAIT = re.compile(r"\bACQBULK\b")
@@ -22,7 +23,7 @@ _SHAPES = {(False, 6144, 4096), (True, 28672, 4096), (False, 4096, 14336)}  # on
 
 def _launch_all() -> list[dict[str, object]]:
     found = []
-    for (gated, n, k), entries in small_gemm.TABLE.items():
+    for (gated, n, k), entries in TABLE.items():
         if (gated, n, k) not in _SHAPES:
             continue
         weight = torch.empty(n, k, dtype=torch.bfloat16)
