@@ -45,6 +45,7 @@ MAX_WORKERS = 256
 OTHER = "other"
 
 _log = logging.getLogger(__name__)
+# Told apart by `type(…) is`: the library's classes are protocols, whose `isinstance` is slow where it says no.
 _Metric: TypeAlias = Counter | Gauge | Histogram
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -84,6 +85,8 @@ class Registry:
         self._metrics: dict[str, _Metric] = {}
         self._labels: dict[str, tuple[str, ...]] = {}
         self._series: dict[tuple[str, ...], _Metric] = {}
+        # The same by name and labels as callers give them: a request books some dozens of figures.
+        self._given: dict[tuple[object, ...], _Metric] = {}
         self._workers: set[str] = set()
         self._complained: set[str] = set()
         self._lock = threading.Lock()
@@ -143,6 +146,10 @@ class Registry:
 
     def series(self, name: str, labels: Mapping[str, str]) -> _Metric:
         """The series of `name` with these labels; made if it does not exist."""
+        given: tuple[object, ...] = (name, *labels.items())
+        known = self._given.get(given)
+        if known is not None:
+            return known
         values = self._label_values(name, labels)
         key = (name, *values)
         found = self._series.get(key)
@@ -150,32 +157,36 @@ class Registry:
             metric = self._metrics[name]
             found = metric.labels(*values) if values else metric
             self._series[key] = found
+        # Not those whose label was changed on the way: there is no end to them.
+        if all(value in values for value in labels.values()):
+            self._given[given] = found
         return found
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter (>= 0) or a gauge."""
         series = self.series(name, labels)
-        if isinstance(series, Histogram):
+        if type(series) is Counter or type(series) is Gauge:
+            series.inc(value)
+        else:
             raise KeyError(f"{name} is a histogram; use observe()")
-        series.inc(value)
 
     def dec(self, name: str, value: float = 1, **labels: str) -> None:
         series = self.series(name, labels)
-        if not isinstance(series, Gauge):
+        if type(series) is not Gauge:
             raise KeyError(f"{name} is no gauge")
         series.dec(value)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge."""
         series = self.series(name, labels)
-        if not isinstance(series, Gauge):
+        if type(series) is not Gauge:
             raise KeyError(f"{name} is no gauge")
         series.set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Adds a sample to a histogram, in the unit of its name."""
         series = self.series(name, labels)
-        if not isinstance(series, Histogram):
+        if type(series) is not Histogram:
             raise KeyError(f"{name} is no histogram")
         series.observe(value)
 
@@ -183,7 +194,7 @@ class Registry:
     def track(self, name: str, **labels: str) -> Iterator[None]:
         """Counts the `with` body in a gauge of open work, which falls on every exit."""
         series = self.series(name, labels)
-        if not isinstance(series, Gauge):
+        if type(series) is not Gauge:
             raise KeyError(f"{name} is no gauge")
         series.inc()
         try:
@@ -196,10 +207,12 @@ class Registry:
         happens."""
         values = self._label_values(name, labels)
         if self._series.pop((name, *values), None) is not None and values:
+            self._given.clear()
             self._metrics[name].remove(*values)
 
     def remove_worker(self, worker: str) -> None:
         """Takes every series of a server away and frees its place among the MAX_WORKERS."""
+        self._given.clear()
         for key in list(self._series):
             name, values = key[0], key[1:]
             labels = self._labels[name]
@@ -219,11 +232,11 @@ class Registry:
         for item in observations:
             try:
                 series = self.series(item.name, item.labels)
-                if isinstance(series, Counter):
+                if type(series) is Counter:
                     series.inc(item.value)
-                elif isinstance(series, Gauge):
+                elif type(series) is Gauge:
                     series.set(item.value)
-                else:
+                elif type(series) is Histogram:
                     series.observe(item.value)
             except (KeyError, ValueError) as error:
                 refused += 1

@@ -196,6 +196,17 @@ def test_worker_label_is_capped_and_a_removed_worker_frees_its_place() -> None:
     assert registry.value("baton_breaker_state", role="decode", worker="h:0") is None
 
 
+def test_series_when_a_removed_worker_comes_back_then_it_is_counted_anew() -> None:
+    registry = Registry("router")
+    for _ in range(2):
+        registry.inc("baton_channel_evictions_total", peer_role="decode", state="shutdown")
+        registry.set("baton_breaker_state", 1, role="decode", worker="h:0")
+    registry.remove_worker("h:0")
+    registry.set("baton_breaker_state", 2, role="decode", worker="h:0")
+    assert registry.value("baton_breaker_state", role="decode", worker="h:0") == 2
+    assert registry.value("baton_channel_evictions_total", peer_role="decode", state="shutdown") == 2
+
+
 def test_remove_makes_a_state_absent() -> None:
     registry = Registry("prefill")
     registry.set("baton_kv_oldest_hold_seconds", 3, rank="0", state="staged")
