@@ -38,7 +38,13 @@ class Deadline:
         cls, context: HasTimeRemaining, max_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Deadline:
         """The caller's deadline, or `max_s` from now when the call came without one (`max_s` <= 0: never)."""
-        remaining = context.time_remaining()
+        return cls.of_remaining(context.time_remaining(), max_s, clock)
+
+    @classmethod
+    def of_remaining(
+        cls, remaining: float | None, max_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> Deadline:
+        """The same from the context's remaining seconds."""
         # gRPC reports a call without a deadline as None or, in some versions, as an absurdly distant one.
         if remaining is not None and remaining < 10 * 365 * 86400:
             return cls.after(remaining, clock)

@@ -7,9 +7,9 @@ package, so its service is made from the same descriptors and handlers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
-import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -43,20 +43,24 @@ def _add_v1_descriptor() -> None:
     pool.AddSerializedFile(file.SerializeToString())
 
 
-def enable_reflection(server: grpc.aio.Server, services: Sequence[str]) -> list[str]:
+class Methods(Protocol):
+    """What services are added to."""
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None: ...
+
+
+def enable_reflection(methods: Methods, services: Sequence[str]) -> list[str]:
     """Adds reflection of `services` (full names) and of itself; returns the names of the reflection
     services."""
     _add_v1_descriptor()
     own = [SERVICE_V1, reflection.SERVICE_NAME]
-    names = (*services, *own)
-    reflection.enable_server_reflection(names, server)
-    servicer = reflection.aio.ReflectionServicer(names)
+    servicer = reflection.aio.ReflectionServicer((*services, *own))
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(SERVICE_V1, {"ServerReflectionInfo": handler}),)
+    methods.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in own]
     )
     return own

@@ -13,7 +13,7 @@ import inspect
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -58,75 +58,87 @@ _CODES_OF_OTHERS = {
     grpc.StatusCode.UNIMPLEMENTED: ErrorCode.METHOD_NOT_ALLOWED,
 }
 
-_call: ContextVar[RpcCall | None] = ContextVar("baton_rpc_call", default=None)
+
+class _Unreadable:
+    """Stands for a request whose bytes cannot be parsed."""
 
 
-def current_call() -> RpcCall:
-    """The call that the present task serves. Raises LookupError outside of a handler."""
-    call = _call.get()
-    if call is None:
-        raise LookupError("no RPC is being served by this task")
-    return call
+class Methods(grpc.GenericRpcHandler):
+    """All methods of one server, each wrapped once, at its first call.
 
-
-class _Interceptor(grpc.aio.ServerInterceptor):
-    """Wraps every unary-unary and unary-stream handler; passes the others (reflection) on as they are."""
+    Servicers are added to it as they would be to a server. Their methods are not registered with gRPC one by one: the
+    asyncio server would wait for a call of each of them apart, and go through them all at every call.
+    """
 
     def __init__(self, registry: Registry | None, max_rpc_s: float) -> None:
         self._registry = registry
         self._max_rpc_s = max_rpc_s
+        self._added: list[grpc.GenericRpcHandler] = []
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = cast(Any, await continuation(handler_call_details))
-        if handler is None:
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        self._added.extend(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Generated code brings the same methods in this form too."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Called by gRPC: what serves a call."""
+        path = handler_call_details.method
+        known = self._wrapped.get(path)
+        if known is not None:
+            return known
+        for added in self._added:
+            handler = added.service(handler_call_details)
+            if handler is not None:
+                wrapped = self._wrapped[path] = self._wrap(path.lstrip("/"), cast(Any, handler))
+                return wrapped
+        if self._registry is not None:
             # The path is the caller's invention, so it must not become a label.
-            self._count(UNKNOWN_METHOD, ErrorCode.METHOD_NOT_ALLOWED.name)
-            return None
-        method = str(handler_call_details.method).lstrip("/")
-        if handler.request_streaming:
+            code = ErrorCode.METHOD_NOT_ALLOWED.name
+            self._registry.inc("baton_rpc_requests_total", method=UNKNOWN_METHOD, code=code)
+        return None
+
+    def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        if handler.request_streaming:  # reflection
             return cast("grpc.RpcMethodHandler[Any, Any]", handler)  # the class cannot be subscripted at run time
         if handler.response_streaming:
             body = handler.unary_stream
             writes_itself = inspect.iscoroutinefunction(body)
             return grpc.unary_stream_rpc_method_handler(
-                cast(Any, self._wrap(method, body if writes_itself else _writing(body))),
+                cast(Any, self._serving(method, body if writes_itself else _writing(body))),
                 _tolerant(handler.request_deserializer),
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            cast(Any, self._wrap(method, handler.unary_unary)),
+            cast(Any, self._serving(method, handler.unary_unary)),
             _tolerant(handler.request_deserializer),
             handler.response_serializer,
         )
 
-    def _wrap(self, method: str, body: Callable[[Any, _Context], Awaitable[Any]]) -> object:
+    def _serving(self, method: str, body: Callable[[Any, _Context], Awaitable[Any]]) -> object:
+        registry, max_rpc_s = self._registry, self._max_rpc_s
+
         async def serve(request: Any, context: _Context) -> Any:
-            scope = _CallScope(self, method, context)
-            async with scope:
-                call = scope.enter()
-                if isinstance(request, _Unreadable):
+            scope = _CallScope(method, context, max_rpc_s, registry)
+            try:
+                scope.enter()
+                if type(request) is _Unreadable:
                     raise BatonError(
                         ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
                         "the message cannot be read: it is no protobuf of this method, or text in it is not UTF-8",
                     )
                 if scope.has_own_deadline:  # gRPC cancels this task when it passes
                     return await body(request, context)
-                async with _limit(call.deadline):
+                async with _limit(scope.deadline):
                     return await body(request, context)
+            except BaseException as error:
+                await scope.failed(error)
+                raise
+            finally:
+                scope.leave()
 
         return serve
-
-    def _count(self, method: str, code: str) -> None:
-        if self._registry is not None:
-            self._registry.inc("baton_rpc_requests_total", method=method, code=code)
-
-
-class _Unreadable:
-    """Stands for a request whose bytes cannot be parsed."""
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -184,75 +196,92 @@ def cancel_code(context: _Context) -> ErrorCode:
 class _CallScope:
     """From the start of a call to its end: figures, and the status that an exception becomes."""
 
-    def __init__(self, owner: _Interceptor, method: str, context: _Context) -> None:
-        self._owner = owner
-        self._method = method
-        self._context = context
-        self._began = time.monotonic()
-        self._request_id = ""
+    def __init__(self, method: str, context: _Context, max_rpc_s: float, registry: Registry | None) -> None:
+        self.method = method
+        self.context = context
+        self.request_id = ""
+        self.request_id_given = False
         remaining = context.time_remaining()
         self.has_own_deadline = remaining is not None
+        self.deadline = Deadline.of_remaining(remaining, max_rpc_s)
+        self._began = time.monotonic()
+        self._succeeded = True
+        self._code = ErrorCode.NONE_ERROR.name
+        self._registry = registry
+        if registry is not None:
+            registry.inc("baton_rpc_inflight", method=method)
 
-    async def __aenter__(self) -> None:
-        if self._owner._registry is not None:
-            self._owner._registry.inc("baton_rpc_inflight", method=self._method)
-
-    def enter(self) -> RpcCall:
-        """Reads id and deadline. Raises INVALID_PARAMS for an id that is none."""
+    def enter(self) -> None:
+        """Reads the id. Raises INVALID_PARAMS for one that is none."""
         given = ""
-        for key, value in self._context.invocation_metadata() or ():
+        for key, value in self.context.invocation_metadata() or ():
             if key == REQUEST_ID_KEY:
                 given = value if isinstance(value, str) else value.decode("ascii", "replace")
-        self._request_id = check_request_id(given) if given else new_request_id()
-        call = RpcCall(
-            method=self._method,
-            request_id=self._request_id,
-            request_id_given=bool(given),
-            deadline=Deadline.from_context(self._context, self._owner._max_rpc_s),
-            peer=self._context.peer(),
-        )
+        self.request_id_given = bool(given)
+        self.request_id = check_request_id(given) if given else new_request_id()
         # gRPC serves each call in a task of its own, so these end with the task.
-        _call.set(call)
-        request_id_var.set(self._request_id)
-        return call
+        _scope.set(self)
+        request_id_var.set(self.request_id)
 
-    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        code = ErrorCode.NONE_ERROR.name
-        try:
-            if error is None:
-                return False
-            code = self._code_of(error)
-            if isinstance(error, BatonError):
-                await self._fail(error)
-            if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
-                _log.error("unexpected error in %s", self._method, exc_info=error)
-                failure = BatonError(ErrorCode.UNKNOWN_ERROR, "internal error; see the server's log")
-                await self._fail(failure)
-            return False
-        finally:
-            registry = self._owner._registry
-            if registry is not None:
-                registry.dec("baton_rpc_inflight", method=self._method)
-                registry.observe("baton_rpc_duration_seconds", time.monotonic() - self._began, method=self._method)
-            self._owner._count(self._method, code)
+    async def failed(self, error: BaseException) -> None:
+        """Ends the call with the status of `error`, unless it has one already or nobody waits for it any more."""
+        self._succeeded = False
+        self._code = self._code_of(error)
+        if isinstance(error, BatonError):
+            await self._fail(error)
+        if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            _log.error("unexpected error in %s", self.method, exc_info=error)
+            await self._fail(BatonError(ErrorCode.UNKNOWN_ERROR, "internal error; see the server's log"))
+
+    def leave(self) -> None:
+        """Books the call. After a success that comes last: the task still has to send the answer."""
+        seconds = time.monotonic() - self._began
+        if self._registry is None:
+            return
+        if self._succeeded:
+            asyncio.get_running_loop().call_soon(self._book, self._registry, seconds)
+        else:
+            self._book(self._registry, seconds)
+
+    def _book(self, registry: Registry, seconds: float) -> None:
+        registry.dec("baton_rpc_inflight", method=self.method)
+        registry.observe("baton_rpc_duration_seconds", seconds, method=self.method)
+        registry.inc("baton_rpc_requests_total", method=self.method, code=self._code)
 
     def _code_of(self, error: BaseException) -> str:
         if isinstance(error, BatonError):
             return error.code.name
         if isinstance(error, grpc.aio.AbortError):
             # The handler ended the call itself; its details say with which code.
-            context = cast(Any, self._context)
+            context = cast(Any, self.context)
             parsed = status.parse_status(status.details_payload(context.trailing_metadata() or ()))
             if parsed is not None:
                 return parsed.code.name
             return _CODES_OF_OTHERS.get(context.code(), ErrorCode.UNKNOWN_ERROR).name
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            return cancel_code(self._context).name
+            return cancel_code(self.context).name
         return ErrorCode.UNKNOWN_ERROR.name
 
     async def _fail(self, error: BatonError) -> NoReturn:
         # The handler may have found the id in the message itself.
-        await status.abort(self._context, error, request_id=request_id_var.get() or self._request_id)
+        await status.abort(self.context, error, request_id=request_id_var.get() or self.request_id)
+
+
+_scope: ContextVar[_CallScope | None] = ContextVar("baton_rpc_call", default=None)
+
+
+def current_call() -> RpcCall:
+    """The call that the present task serves. Raises LookupError outside of a handler."""
+    scope = _scope.get()
+    if scope is None:
+        raise LookupError("no RPC is being served by this task")
+    return RpcCall(
+        method=scope.method,
+        request_id=scope.request_id,
+        request_id_given=scope.request_id_given,
+        deadline=scope.deadline,
+        peer=scope.context.peer(),
+    )
 
 
 def bind_error(flag: str, host: str, port: int, reason: str) -> SystemExit:
@@ -292,13 +321,15 @@ class GrpcServer:
     ) -> None:
         options = dict(SERVER_OPTIONS)
         options.update(dict(extra or []))
-        self._server = grpc.aio.server(options=list(options.items()), interceptors=[_Interceptor(registry, max_rpc_s)])
+        self._server = grpc.aio.server(options=list(options.items()))
+        self._methods = Methods(registry, max_rpc_s)
+        self._server.add_generic_rpc_handlers((self._methods,))
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []
         self._serving = False
         self._started = False
         self.port = 0
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, cast(Any, self._methods))
 
     @property
     def server(self) -> grpc.aio.Server:
@@ -306,7 +337,7 @@ class GrpcServer:
 
     def add_service(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> None:
         """Adds a servicer by its generated `add_…_to_server` function; `name` is the service's full name."""
-        add_to_server(servicer, self._server)
+        add_to_server(servicer, cast(Any, self._methods))
         self._services.append(name)
 
     @property
@@ -319,7 +350,7 @@ class GrpcServer:
         Raises SystemExit with one line naming `flag`, host and port when it cannot.
         """
         check_port(flag, host, port)
-        enable_reflection(self._server, [*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
+        enable_reflection(self._methods, [*self._services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name])
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError:
