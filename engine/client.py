@@ -32,6 +32,7 @@ from engine.messages import (
     RequestOutput,
     StepMessage,
 )
+from engine.sockets import descriptor, has_message
 from rpc.errors import BatonError, ErrorCode
 
 __all__ = ["EngineClient", "EngineConfig", "RequestStream", "error_of"]
@@ -40,12 +41,6 @@ STREAM_CAPACITY = 1024
 KILL_WAIT_S = 5.0
 CONNECT_RETRY_S = 0.01
 _ROOT = str(Path(__file__).resolve().parents[1])
-
-
-def _descriptor(socket: zmq.Socket[bytes]) -> int:
-    descriptor = socket.getsockopt(zmq.FD)
-    assert isinstance(descriptor, int)
-    return descriptor
 
 
 def error_of(error: EngineError) -> BatonError:
@@ -112,7 +107,7 @@ class RequestStream:
 class EngineClient:
     """One engine process and everything that is open on it.
 
-    `on_step` is called with each step's message after its outputs went to their streams. `stats` are the
+    `on_step` is called with each step's message after the readers of its outputs have had their turn. `stats` are the
     engine's latest. `dead` is set when the process has ended, for whatever reason, and `death` then says why;
     every open stream fails with it. Nothing is restarted here: the front exits and its supervisor starts both
     anew.
@@ -242,7 +237,7 @@ class EngineClient:
         self._to_engine.bind(inbox)
         self._from_engine.bind(outbox)
         assert self._loop is not None
-        self._loop.add_reader(_descriptor(self._from_engine), self._receive)
+        self._loop.add_reader(descriptor(self._from_engine), self._receive)
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
         if self.config.threads:
@@ -296,7 +291,7 @@ class EngineClient:
             self._flush_handle = None
         if self._from_engine is not None:
             assert self._loop is not None
-            self._loop.remove_reader(_descriptor(self._from_engine))
+            self._loop.remove_reader(descriptor(self._from_engine))
             self._from_engine.close(0)
             self._from_engine = None
         if self._to_engine is not None:
@@ -345,12 +340,8 @@ class EngineClient:
             self._pending = FrontMessage()
 
     def _receive(self) -> None:
-        # The descriptor signals edges: after one, everything must be read before it signals again.
-        while self._from_engine is not None:
-            try:
-                frame = self._from_engine.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while self._from_engine is not None and has_message(self._from_engine):
+            frame = self._from_engine.recv(zmq.NOBLOCK)
             try:
                 envelope = self._decoder.decode(frame)
             except msgspec.MsgspecError as error:
@@ -390,5 +381,9 @@ class EngineClient:
                 del streams[output.request_key]
             if not stream._put(output):
                 self.abort(output.request_key, ErrorCode.OUTPUT_QUEUE_FULL, "error")
+        if self._loop is not None:
+            self._loop.call_soon(self._step_taken, step)
+
+    def _step_taken(self, step: StepMessage) -> None:
         if self.on_step is not None:
             self.on_step(step)

@@ -1,4 +1,4 @@
-"""The engine's step loop: messages and events in, one batch through the model, one message out.
+"""The engine's step loop: messages and events in, one batch through the model, a message out.
 
 `EngineCore` is one engine without its sockets: a test can drive it in its own process. `EngineLoop` adds the sockets
 of a front and waits when there is nothing to compute.
@@ -34,6 +34,7 @@ from engine.runner.batch import StepBatch, StepResult
 from engine.scheduler.batching import StepPlan
 from engine.scheduler.limits import Limits
 from engine.scheduler.scheduler import Scheduler
+from engine.sockets import has_message
 from engine.transfer import AgentTransfer
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
@@ -42,6 +43,7 @@ from rpc.log_limit import LogLimit
 from rpc.metric_families import Role, families_of
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
+FIGURES_S = 0.05  # longest time that a busy engine keeps its figures back
 STOP_S = 10.0  # longest wait of a thread that stops the loop
 
 _log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ class EngineCore:
         self._families = families_of(role, colocated=True, tensor_parallel=True)
         self._told_at = self.time.now
         self._told_releases = 0
+        self._figures_wait = False
 
     # -- in -------------------------------------------------------------------------------------------------
 
@@ -219,16 +222,29 @@ class EngineCore:
         """Longest time that the loop may sleep when no batch could be formed."""
         return min(self.scheduler.next_tick_in(), max(0.0, self._told_at + IDLE_MESSAGE_S - self.time.now))
 
+    def take_outputs(self) -> StepMessage | None:
+        """What somebody waits for, without the figures, which `take_message` brings later. None if there is nothing."""
+        if not self.scheduler.news:
+            return None
+        self._figures_wait = True
+        self._seq += 1
+        return StepMessage(self._seq, *self.scheduler.news.take_outputs())
+
+    def figures_due(self) -> bool:
+        """Whether an engine that goes on computing should give its figures."""
+        return self.time.now >= self._told_at + FIGURES_S
+
     def take_message(self) -> StepMessage | None:
-        """News since the last message; None if there are none and the last one is less than a second old.
+        """All news since the last one; None if there are none and it is less than a second old.
 
         Blocks that a peer let go of are news too: the front shows the ledger as it is.
         """
         kv_events = self.kv.take_events()
-        quiet = not self.scheduler.news and not kv_events and self.kv.releases == self._told_releases
+        quiet = not (self.scheduler.news or self._figures_wait or kv_events or self.kv.releases != self._told_releases)
         if quiet and self.time.now < self._told_at + IDLE_MESSAGE_S:
             return None
         self._told_releases = self.kv.releases
+        self._figures_wait = False
         news = self.scheduler.news
         for name, count in (("capacity", self.kv.evicted_blocks), ("flush", self.kv.flushed_blocks)):
             if count:
@@ -246,7 +262,7 @@ class EngineCore:
         return StepMessage(self._seq, outputs, staged_ends, kv_events, observations, self.stats())
 
     def stats(self) -> EngineStats:
-        """Present counts; cheap enough for each step."""
+        """Present counts."""
         scheduler, agent = self.scheduler, self.agent.stats()
         batcher = scheduler.batcher
         return EngineStats(
@@ -348,26 +364,25 @@ class EngineLoop:
                     core.stop()
                 self._receive()
                 computed = core.step()
-                self._tell()
+                if computed:
+                    # Tokens first. Figures take longer to make, to send and to book, and can wait.
+                    self._tell(core.take_outputs())
                 core.transfer.hand_over()
+                if core.stopping or not computed or core.figures_due():
+                    self._tell(core.take_message())
                 if core.stopping:
                     return
                 if not computed:
                     self._sleep()
         except EngineUnusable:
-            self._tell()
+            self._tell(core.take_message())
             raise
 
     def _receive(self) -> None:
-        while True:
-            try:
-                frame = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self.core.handle(self._decoder.decode(frame))
+        while has_message(self._inbox):
+            self.core.handle(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
 
-    def _tell(self) -> None:
-        message = self.core.take_message()
+    def _tell(self, message: StepMessage | None) -> None:
         if message is not None:
             self._outbox.send(self._encoder.encode(EngineEnvelope(step=message)))
 

@@ -1,8 +1,8 @@
 """Messages between a server's front process and its engine process.
 
 Encoded as msgpack by msgspec, carried over two ZeroMQ sockets (`ipc://`): front to engine and engine to
-front, one message per engine step each way. This module imports neither torch nor grpc, so the front may use
-it.
+front, one message per engine step each way; figures may follow in one of their own. This module imports
+neither torch nor grpc, so the front may use it.
 
 Times named `_ns` are readings of `time.monotonic_ns()`; front and engine run on one host, whose
 CLOCK_MONOTONIC is common to all processes. Durations are seconds. Token ids and indices count from 0; the
@@ -271,7 +271,11 @@ class EngineFailed(msgspec.Struct):
 
 
 class StepMessage(msgspec.Struct, omit_defaults=True):
-    """Engine to front: the news of one step (or of one second without steps)."""
+    """Engine to front: the news of one step (or of one second without steps).
+
+    Changes of the prefix cache, observations and stats come with the last step before a pause, and from time to time
+    without one.
+    """
 
     seq: int
     outputs: list[RequestOutput] = []

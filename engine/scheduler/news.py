@@ -1,4 +1,4 @@
-"""What a step has to tell the front: gathered while it runs, sent as one message."""
+"""What a step has to tell the front: gathered while it runs. What somebody waits for goes first, the figures later."""
 
 from __future__ import annotations
 
@@ -39,9 +39,16 @@ class News:
     def __bool__(self) -> bool:
         return bool(self._outputs or self._staged_ends)
 
+    def take_outputs(self) -> tuple[list[RequestOutput], list[StagedEnd]]:
+        """What somebody waits for, since the last call."""
+        outputs, ends = list(self._outputs.values()), self._staged_ends
+        self._outputs, self._staged_ends = {}, []
+        return outputs, ends
+
     def take(self) -> tuple[list[RequestOutput], list[StagedEnd], list[Observation]]:
         """Everything since the last call."""
-        outputs, ends, observations = list(self._outputs.values()), self._staged_ends, self._samples
+        outputs, ends = self.take_outputs()
+        observations = self._samples
         observations += [Observation(name, dict(labels), value) for (name, labels), value in self._counts.items()]
-        self._outputs, self._staged_ends, self._samples, self._counts = {}, [], [], {}
+        self._samples, self._counts = [], {}
         return outputs, ends, observations

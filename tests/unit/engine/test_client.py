@@ -106,6 +106,18 @@ async def test_requests_when_many_run_at_once_then_each_reader_gets_its_own(clie
     await until(lambda: client.stats.running == 0 and client.stats.ledgers[0].running == 0)
 
 
+async def test_step_when_its_output_is_awaited_then_the_reader_has_it_before_the_step_is_booked(client):
+    order = []
+    client.on_step = lambda step: order.extend("step" for output in step.outputs)
+    stream = client.submit(request("a#0.00000000", 2))
+    async for _ in stream:
+        order.append("reader")
+    await until(lambda: order.count("step") == order.count("reader"))
+    client.on_step = None
+    booked = [order[: place + 1].count("step") - order[:place].count("reader") for place in range(len(order))]
+    assert max(booked) == 0
+
+
 async def test_stop_when_requests_are_open_then_they_end_with_draining_and_the_process_is_gone():
     engine = EngineClient(config())
     await engine.start(START_S)

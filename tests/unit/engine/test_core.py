@@ -295,6 +295,23 @@ def test_abort_when_it_meets_each_state_of_both_servers_then_the_ledgers_return_
         assert serve(p, d, key(9), PROMPT, max_tokens=16) == alone(PROMPT, max_tokens=16)
 
 
+def test_message_when_outputs_were_taken_ahead_then_the_figures_of_their_step_follow_once():
+    with RealEngine("prefill") as p:
+        p.add("a#0.00000000", PROMPT, RunMode.PREFILL)
+        assert p.core.step()
+        ahead = p.core.take_outputs()
+        assert [output.request_key for output in ahead.outputs] == ["a#0.00000000"]
+        assert (ahead.observations, ahead.kv_events, ahead.stats) == ([], [], None)
+        assert p.core.take_outputs() is None
+        figures = p.core.take_message()
+        assert figures.seq == ahead.seq + 1
+        assert figures.outputs == []
+        assert "baton_engine_step_seconds" in {item.name for item in figures.observations}
+        assert sum(len(event.stored) for event in figures.kv_events) == len(PROMPT) // p.core.kv.groups[0].block_size
+        assert figures.stats.ledgers[0].staged > 0
+        assert p.core.take_message() is None
+
+
 def test_message_when_nothing_but_blocks_came_back_then_it_tells_of_them_at_once():
     with pair() as (p, d):
         d.add("a#0.00000000", PROMPT, RunMode.DECODE, source=p.source)
