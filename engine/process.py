@@ -29,6 +29,7 @@ from engine.messages import EngineEnvelope, EngineFailed, EngineHello, EngineRea
 from engine.scheduler.news import engine_error
 from rpc.errors import BatonError, ErrorCode
 from rpc.logs import close_logging, setup_logging
+from rpc.time_slice import DEFAULT_S, set_time_slice
 
 if TYPE_CHECKING:
     from engine.core import EngineCore, Wakeup
@@ -56,7 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configuration = sys.stdin.buffer.read()
     context = zmq.Context(io_threads=1)
+    # The first socket starts the thread that moves messages. It keeps the short time slices of the front, whose child
+    # this process is; what computes does not interrupt others.
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    set_time_slice(DEFAULT_S)
     for socket in (inbox, outbox):
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDHWM, 0)

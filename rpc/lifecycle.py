@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from rpc.logs import close_logging
 from rpc.metrics import Registry
+from rpc.time_slice import SHORT_S, set_time_slice
 
 FAST_EXIT_LIMIT_S = 2.0
 SERVING, DRAINING, DRAINED = 0, 1, 2
@@ -184,6 +185,7 @@ def run(main: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Runs the `main` coroutine of a process on uvloop and ends the process with the status it returns."""
     import uvloop
 
+    set_time_slice(SHORT_S)
     status = 1
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
