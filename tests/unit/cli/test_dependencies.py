@@ -30,6 +30,9 @@ def declared(requirements: list[str]) -> set[str]:
 
 
 REQUIRED = declared(PROJECT["project"]["dependencies"])
+# What a GPU needs besides; the modules that import it run without it.
+GPU = declared(PROJECT["project"]["optional-dependencies"]["gpu"])
+DISTRIBUTED_AS = {"flashinfer": "flashinfer-python"}  # packages that need not be installed here
 DEV = declared(PROJECT["project"]["optional-dependencies"]["dev"])
 
 
@@ -65,7 +68,7 @@ def needed(files: list[Path]) -> dict[str, str]:
             if top in OWN or top in sys.stdlib_module_names:
                 continue
             by_prefix = [d for prefix, d in SHARED.items() if name == prefix or name.startswith(prefix + ".")]
-            owners = set(by_prefix) or (set() if top == "google" else distributions().get(top, {normal(top)}))
+            owners = set(by_prefix) or (set() if top == "google" else distributions().get(top, {DISTRIBUTED_AS.get(top, normal(top))}))
             for owner in owners:
                 found.setdefault(owner, str(file.relative_to(ROOT)))
     return found
@@ -77,8 +80,18 @@ def product_files() -> list[Path]:
 
 
 def test_product_when_it_imports_a_package_then_pyproject_declares_it() -> None:
-    missing = {name: file for name, file in needed(product_files()).items() if name not in REQUIRED}
+    missing = {name: file for name, file in needed(product_files()).items() if name not in REQUIRED | GPU}
     assert missing == {}
+
+
+def test_gpu_extra_when_it_declares_a_package_then_the_product_imports_it() -> None:
+    assert GPU <= set(needed(product_files()))
+
+
+def test_gpu_extra_when_its_packages_are_imported_then_only_where_a_device_is_meant() -> None:
+    places = ("kernels/", "bench/gpu/", "engine/attention/")
+    files = [file for file in product_files() if not str(file.relative_to(ROOT)).startswith(places)]
+    assert set(needed(files)) & GPU == set()
 
 
 def test_pyproject_when_it_declares_a_package_then_the_product_imports_it() -> None:
@@ -88,13 +101,14 @@ def test_pyproject_when_it_declares_a_package_then_the_product_imports_it() -> N
 
 def test_tests_when_they_import_a_package_then_it_is_declared() -> None:
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / name for name in REFERENCE)]
-    missing = {name: file for name, file in needed(files).items() if name not in REQUIRED | DEV}
+    missing = {name: file for name, file in needed(files).items() if name not in REQUIRED | GPU | DEV}
     assert missing == {}
 
 
 def test_dev_extra_when_it_declares_a_package_then_a_test_or_a_tool_needs_it() -> None:
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / name for name in REFERENCE)]
-    unused = DEV - set(needed(files)) - TOOLS - {name for name in DEV if name.startswith("types-")}
+    # Kernels are tested in Triton's interpreter
+    unused = DEV - set(needed(files)) - TOOLS - GPU - {name for name in DEV if name.startswith("types-")}
     assert unused <= {"grpcio-tools"}, "grpcio-tools makes the stubs"
 
 
