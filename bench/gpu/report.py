@@ -29,10 +29,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sampling": ("bench.gpu.sampling",),
     "gemm": ("bench.gpu.gemm", "--rows", "1", "8", "16", "32", "64", "256"),
     "attention": ("bench.gpu.attention",),
-    "llama": ("bench.gpu.engine_step", "--shape", "llama-3.1-8b"),
-    "qwen3": ("bench.gpu.engine_step", "--shape", "qwen3-8b"),
-    "prefill_graph": ("bench.gpu.prefill_graph", "--count", "40"),
-    "kv_transfer": ("bench.gpu.kv_transfer",),
+    "llama": ("bench.gpu.engine_step", "--shape", "llama-3.1-8b", "--parts", "decode", "prefill"),
+    "qwen3": ("bench.gpu.engine_step", "--shape", "qwen3-8b", "--parts", "decode", "prefill"),
+    "prefill_graph": ("bench.gpu.prefill_graph", "--parts", "fit", "cost", "boundary", "--repetitions", "3"),
+    "kv_transfer": ("bench.gpu.kv_transfer", "--rounds", "3"),
 }
 TITLES = {
     "elementwise": "Norms, heads, SwiGLU, copies, metadata",
@@ -48,6 +48,7 @@ TITLES = {
 DECODE_MS = {(64, 8192): 20.3, (16, 32767): 20.2, (1, 1025): 4.1, (256, 1024): 15.5}
 PREFILL_MS = {(1, 8192): 200.0, (16, 2048): 730.0}
 FIRST_TOKEN_MS = {16: 5.0, 64: 5.0, 160: 6.0}
+EAGER_SHARE = 0.5  # of the time without graphs, at most
 HIDDEN_SHARE = 0.8
 
 
@@ -126,19 +127,19 @@ def engine_rows(report: dict[str, Any], shape: str) -> Iterator[str]:
             f"| {found['ms']:.1f} ({low:.1f}–{high:.1f}) | {found['ms'] / found['floor_ms']:.2f} | {limit or ''} "
             f"| {verdict(found['ms'], limit) if limit else ''} |"
         )
-    eager = {
-        (found["tokens"], found["prompts"]): found["ms"] for found in report.get("first", ()) if not found["graphs"]
-    }
-    for found in report.get("first", ()):
-        key = (found["tokens"], found["prompts"])
-        single = found["prompts"] == 1 and found["graphs"]
-        limit = FIRST_TOKEN_MS.get(found["tokens"]) if limited and single else None
-        arm = f"graph, {', '.join(found['statuses'])}" if found["graphs"] else "eager"
-        ratio = f"; {found['ms'] / eager[key]:.2f} of eager" if found["graphs"] and key in eager else ""
+
+
+def first_token_rows(report: dict[str, Any]) -> Iterator[str]:
+    """First tokens with prefill graphs beside the same engine without, as rows of a table."""
+    for found in report.get("fit", {}).get("first_token", ()):
+        on, off = found["on"], found["off"]
+        ratio = on["p50_ms"] / off["p50_ms"]
+        limit = FIRST_TOKEN_MS.get(found["tokens"]) if found["requests"] == 1 else None
+        judged = f"{verdict(on['p50_ms'], limit)}; ratio {verdict(ratio, EAGER_SHARE)}" if limit else ""
         yield (
-            f"| first token, {found['prompts']} x {found['tokens']} ({arm}) | | {found['ms']:.2f} "
-            f"(longest {found['ms_p99']:.2f}){ratio} | | {limit or ''} "
-            f"| {verdict(found['ms'], limit) if limit else ''} |"
+            f"| {found['requests']} x {found['tokens']} | {off['p50_ms']:.2f} (p99 {off['p99_ms']:.2f}) "
+            f"| {on['p50_ms']:.2f} (p99 {on['p99_ms']:.2f}) | {ratio:.2f} | {found['status']} "
+            f"| {f'{limit}, {EAGER_SHARE}' if limit else ''} | {judged} |"
         )
 
 
@@ -196,6 +197,13 @@ def page(folder: Path) -> Iterator[str]:
             yield "|---|---|---|---|---|---|"
             yield from engine_rows(report, name)
             continue
+        elif name == "prefill_graph":
+            yield "Milliseconds from an idle engine's `add` to the first tokens of all prompts."
+            yield ""
+            yield "| prompts x tokens | without | with | ratio | status | at most | |"
+            yield "|---|---|---|---|---|---|---|"
+            yield from first_token_rows(report)
+            yield ""
         elif name == "kv_transfer":
             yield from transfer_lines(report)
             yield ""
