@@ -59,24 +59,25 @@ class PenaltySlots:
 
         The table may be another one afterwards, with more capacity.
         """
-        seen = [self._requests.get(id(row)) for row in rows]
-        for known in seen:
-            if known is not None:
-                self._requests.move_to_end(id(known.row))
+        distinct = {id(row): row for row in rows}  # a row that comes twice has one slot
+        for key in distinct:
+            if key in self._requests:
+                self._requests.move_to_end(key)  # first of all, so that no new row takes its slot
         changed: list[tuple[_Seen, list[int]]] = []
-        requests = [
-            self._fold(known, changed) if known is not None else self._begin(row, changed)
-            for known, row in zip(seen, rows, strict=True)
-        ]
+        followed = {
+            key: self._fold(self._requests[key], changed) if key in self._requests else self._begin(row, changed)
+            for key, row in distinct.items()
+        }
+        requests = list(followed.values())
         most = max((len(known.counts) for known in requests), default=0)
         if most > self.table.capacity:
             # All of them move, those that are not in this batch when they come back
             self._table = PenaltyTable(self._slots, 1 << (most - 1).bit_length(), self._device)
-            current = {id(known.row) for known in requests}
-            for key in [key for key in self._requests if key not in current]:
+            for key in [key for key in self._requests if key not in followed]:
                 self._free.append(self._requests.pop(key).slot)
             changed = [(known, list(range(len(known.counts)))) for known in requests]
-        return [(known.slot, len(known.counts)) for known in requests], self._updates(changed)
+        places = [(known.slot, len(known.counts)) for known in (followed[id(row)] for row in rows)]
+        return places, self._updates(changed)
 
     def _begin(self, row: SamplingRow, changed: list[tuple[_Seen, list[int]]]) -> _Seen:
         if not self._free:

@@ -254,6 +254,13 @@ def launched(sampler: DeviceSampler, logits: torch.Tensor, rows: list[SamplingRo
     return sorted(e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
+def grow(rows: list[SamplingRow]) -> None:
+    """What a step adds to running requests."""
+    for row in rows:
+        row.output_token_ids.append(8)
+        row.token_index += 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_launches_the_same_for_any_batch_and_never_waits(sampler: DeviceSampler, kind: str) -> None:
     counts = []
@@ -263,9 +270,7 @@ def test_a_step_launches_the_same_for_any_batch_and_never_waits(sampler: DeviceS
         for row in rows:
             row.output_token_ids = [4, 4, 9]
         step(sampler, logits, rows)
-        for row in rows:
-            row.output_token_ids.append(8)
-            row.token_index += 1
+        grow(rows)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -279,6 +284,7 @@ def test_a_step_launches_the_same_for_any_batch_and_never_waits(sampler: DeviceS
         finally:
             torch.cuda.set_sync_debug_mode("default")
         sampler.collect()
+        grow(rows)
         counts.append(launched(sampler, logits, rows))
     assert counts[0] == counts[1] == counts[2]
     if kind == "greedy":

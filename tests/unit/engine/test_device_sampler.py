@@ -111,7 +111,7 @@ def followed(slots: PenaltySlots, rows: list[SamplingRow], memory: dict[int, tup
     if slots.table.capacity != capacity:
         memory.clear()
     memory |= {place: (value >> 32, value & 0xFFFFFFFF) for place, value in updates.tolist()}
-    assert len({slot for slot, _ in places}) == len(rows)
+    assert len({slot for slot, _ in places}) == len({id(row) for row in rows})
     capacity = slots.table.capacity
     return [dict(memory[slot * capacity + i] for i in range(count)) for slot, count in places]
 
@@ -163,6 +163,18 @@ def test_a_step_of_a_running_request_sends_one_update() -> None:
     assert len(slots.follow([row])[1]) == 1000
     row.output_token_ids.append(3)
     assert slots.follow([row])[1].tolist() == [[slots.follow([row])[0][0][0] * 1024 + 3, 3 << 32 | 1]]
+
+
+def test_a_row_that_a_batch_has_twice_takes_one_slot() -> None:
+    slots, memory = PenaltySlots(4, 30, CPU), {}
+    params = SamplingParams(max_tokens=9, repetition_penalty=2.0)
+    twice = SamplingRow(params, 0, [1, 2], [], [])
+    assert followed(slots, [twice] * 3, memory) == [seen_by(twice, 30)] * 3
+    rows = [SamplingRow(params, 0, [10 + i], [], []) for i in range(4)]  # as many as there are slots
+    assert followed(slots, rows, memory) == [seen_by(row, 30) for row in rows]
+    places, updates = slots.follow(rows)
+    assert len({slot for slot, _ in places}) == 4
+    assert len(updates) == 0  # nobody lost a slot to a neighbour
 
 
 def test_penalised_rows_over_several_steps_get_the_answers_of_the_host_sampler() -> None:
@@ -290,3 +302,12 @@ def test_warm_up_leaves_a_sampler_that_answers_right() -> None:
     logits = torch.arange(8.0).reshape(2, 4)
     rows = [row_of(temperature=0.0), row_of(top_k=1)]
     assert [t.token_id for t in step(sampler, logits, rows)] == [3, 3]
+
+
+def test_warm_up_leaves_a_penalty_slot_for_every_row() -> None:
+    sampler = new_sampler(4, max_rows=2)
+    sampler.warm_up()
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
+    params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=4.0)
+    rows = [SamplingRow(params, 0, [3, 2], [], [0]), SamplingRow(params, 0, [3], [], [0])]
+    assert [t.token_id for t in step(sampler, logits, rows)] == [1, 2]
