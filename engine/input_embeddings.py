@@ -69,13 +69,13 @@ def embeddings_of_chunk(embeddings: Sequence[EmbeddingRows], start: int, end: in
     )
 
 
-def salted(salt: str, segments: Sequence[InputEmbedding]) -> str:
-    """The prefix cache's salt of a request: blocks that were computed from embeddings are shared with nobody who
-    brings other ones, or none."""
+def digest_of(segments: Sequence[InputEmbedding]) -> bytes:
+    """What the prefix cache tells prompts with embeddings apart by, 32 bytes: their blocks are shared with nobody who
+    brings other ones, or none. Empty without segments."""
     if not segments:
-        return salt
+        return b""
     digest = hashlib.sha256()
     for segment in sorted(segments, key=lambda item: item.location):
         digest.update(f"{segment.location}:{segment.dtype}:{len(segment.values)};".encode())
         digest.update(segment.values)
-    return f"{salt}\x1f{digest.hexdigest()}"
+    return digest.digest()

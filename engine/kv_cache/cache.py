@@ -92,9 +92,10 @@ class KvCache:
         """Whether `tokens` tokens would fit if nothing else were held."""
         return all(blocks_for(tokens, group.info.block_size) <= group.pool.total for group in self._list)
 
-    def chains(self, salt: str = "") -> Chains:
-        """Hashes of one request's blocks, to be kept with it; empty at first."""
-        return {group.info.block_size: HashChain(group.info.block_size, salt) for group in self._list}
+    def chains(self, salt: str = "", embeddings: bytes = b"") -> Chains:
+        """Hashes of one request's blocks, to be kept with it; empty at first. embeddings: digest of its own ones."""
+        sizes = (group.info.block_size for group in self._list)
+        return {size: HashChain(size, salt, embeddings) for size in sizes}
 
     def acquire(
         self, tokens: Sequence[int], chains: Chains, *, max_hit: int, extra: int = 0, receive: bool = False

@@ -3,6 +3,7 @@
 The hash of a block names its tokens, everything before them, the tenant's salt and the block size:
 
     h(0) = BLAKE2b-128(key, "root" | block size | salt)
+           BLAKE2b-128(key, "rows" | block size | digest, 32 bytes | salt) of a prompt with embeddings of its own
     h(i) = BLAKE2b-128(key, h(i - 1) | the block's token ids, 4 bytes each, little-endian)
 
 BLAKE2b is keyed and collision-resistant, so nobody can make a prompt that finds the blocks of another one,
@@ -19,9 +20,14 @@ HASH_BYTES = 16
 _KEY = b"baton.kv.block.v1"
 
 
-def root_hash(block_size: int, salt: str = "") -> bytes:
-    """The parent of a prompt's first block: 16 bytes. Different salts never share a block."""
-    text = b"root" + struct.pack("<I", block_size) + salt.encode()
+def root_hash(block_size: int, salt: str = "", embeddings: bytes = b"") -> bytes:
+    """The parent of a prompt's first block: 16 bytes. Different salts never share a block.
+
+    embeddings: the digest of a prompt's own embeddings, 32 bytes. It is no part of the salt, which is the client's
+    to choose: no salt leads to the blocks of a prompt with embeddings.
+    """
+    kind = b"rows" if embeddings else b"root"
+    text = kind + struct.pack("<I", block_size) + embeddings + salt.encode()
     return blake2b(text, digest_size=HASH_BYTES, key=_KEY).digest()
 
 
@@ -36,9 +42,10 @@ class HashChain:
 
     __slots__ = ("block_size", "hashes", "root")
 
-    def __init__(self, block_size: int, salt: str = "") -> None:
+    def __init__(self, block_size: int, salt: str = "", embeddings: bytes = b"") -> None:
+        """salt, embeddings: see `root_hash`."""
         self.block_size = block_size
-        self.root = root_hash(block_size, salt)
+        self.root = root_hash(block_size, salt, embeddings)
         self.hashes: list[bytes] = []
 
     def extend(self, tokens: Sequence[int], num_blocks: int) -> list[bytes]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from engine.input_embeddings import read_embeddings, salted
+from engine.input_embeddings import digest_of, read_embeddings
 from engine.kv_cache.cache import KvCache
 from engine.messages import (
     AbortRequest,
@@ -113,7 +113,7 @@ class Scheduler:
         try:
             check_request(add, self.limits)
             embeddings = read_embeddings(add.input_embeddings, len(add.prompt_token_ids), self.limits.embedding_size)
-            chains = self.kv.chains(salted(add.cache_salt, add.input_embeddings))
+            chains = self.kv.chains(add.cache_salt, digest_of(add.input_embeddings))
             request = Request(add, self._sequence, self.time, chains, self._eos, embeddings)
             self.batcher.check_fits(request)
         except BatonError as error:

@@ -28,6 +28,10 @@ def test_hash_when_parent_order_salt_or_block_size_differ_then_it_differs():
         block_hash(root_hash(4), [6, 5, 7, 8]),
         block_hash(root_hash(4, "tenant"), BLOCK),
         block_hash(root_hash(4, "tenant2"), BLOCK),
+        block_hash(root_hash(4, "tenant", b"1" * 32), BLOCK),
+        block_hash(root_hash(4, "tenant", b"2" * 32), BLOCK),
+        block_hash(root_hash(4, "1" * 32 + "tenant"), BLOCK),
+        block_hash(root_hash(4, "", b"1" * 32), BLOCK),
         block_hash(root_hash(8), BLOCK),
         block_hash(block_hash(root_hash(4), BLOCK), BLOCK),
     ]

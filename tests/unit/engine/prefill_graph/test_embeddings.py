@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.input_embeddings import EmbeddingRows, embeddings_of_chunk, read_embeddings, salted
+from engine.input_embeddings import EmbeddingRows, digest_of, embeddings_of_chunk, read_embeddings
 from engine.layers.override import override_of
 from engine.messages import RunMode
 from engine.models.llama import LlamaModel
@@ -95,6 +95,21 @@ def test_prefix_cache_when_embeddings_differ_then_blocks_are_not_shared_and_equa
             assert (key, engine.cached_tokens(key)) == (key, hit)
         assert engine.tokens("given again") == engine.tokens("given") != engine.tokens("other")
         assert engine.tokens("plain again") == engine.tokens("plain")
+
+
+def test_prefix_cache_when_a_salt_spells_the_digest_of_embeddings_then_it_finds_none_of_their_blocks():
+    written, meant = tokens_for(40, 5), tokens_for(40, 6)
+    with RealEngine("decode") as engine:
+        given = [segment(table_of(engine.core.runner), 0, meant[:10])]
+        digest = digest_of(given)
+        engine.add("plain", written)
+        engine.add("given", written, embeddings=given)
+        engine.run()
+        for number, salt in enumerate((digest.hex(), "\x1f" + digest.hex(), digest.decode("latin-1"))):
+            key = f"salted {number}"
+            engine.add(key, written, salt=salt)
+            engine.run()
+            assert (engine.cached_tokens(key), engine.tokens(key)) == (0, engine.tokens("plain"))
 
 
 def test_preemption_when_a_request_with_embeddings_is_computed_again_then_they_are_there_again():
@@ -347,8 +362,8 @@ def test_override_when_no_row_brings_any_then_there_is_none():
     assert found.over(torch.zeros(5, 4)).sum() == 8
 
 
-def test_salt_when_there_are_no_embeddings_then_it_stays_and_their_order_does_not_matter():
-    one, two = InputEmbedding(0, values()), InputEmbedding(4, values())
-    assert salted("s", []) == "s"
-    assert salted("s", [one, two]) == salted("s", [two, one]) != salted("s", [one])
-    assert salted("s", [one]) != salted("t", [one])
+def test_digest_when_there_are_no_embeddings_then_it_is_empty_and_their_order_does_not_matter():
+    one, two = InputEmbedding(0, b"abcd"), InputEmbedding(3, b"efgh")
+    assert digest_of([]) == b""
+    assert digest_of([one, two]) == digest_of([two, one]) != digest_of([one])
+    assert len(digest_of([one])) == 32
