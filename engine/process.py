@@ -212,13 +212,14 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         ) from error
     kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching, prefill_graphs.spare)
     captured = []
+    debug_folder: Path | None = None
+    if config.cuda_graph_debug and (sizes or prefill_graphs.answer.open):
+        debug_folder = Path(tempfile.mkdtemp(prefix="baton-cuda-graphs-"))
+        _log.info("captured graphs are written to %s", debug_folder)
     if sizes:
-        debug_folder = Path(tempfile.mkdtemp(prefix="baton-cuda-graphs-")) if config.cuda_graph_debug else None
-        if debug_folder is not None:
-            _log.info("captured graphs are written to %s", debug_folder)
         decode_graphs = runner.capture_decode_graphs(sizes, debug_folder)
         captured += [decode_graphs] if decode_graphs is not None else []
-    prefill_graphs.finish(kv)
+    prefill_graphs.finish(kv, debug_folder)
     if on_cuda:
         runner.warm_up()
     engine_id = secrets.token_hex(16)

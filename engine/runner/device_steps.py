@@ -189,6 +189,7 @@ class DeviceSteps:
         *,
         progress: Callable[[int, int], None],
         recorder: Recorder | None,
+        debug_folder: Path | None,
     ) -> PrefillGraphRunner:
         """A runner, not captured yet. A step has at most as many prompts as rows, so that its graphs need no more."""
         most = min(settings.max_requests, self.logits.shape[0])
@@ -204,6 +205,7 @@ class DeviceSteps:
             settings=msgspec.structs.replace(settings, max_requests=most),
             progress=progress,
             recorder=recorder,
+            debug_folder=debug_folder,
         )
 
     def release(self) -> None:
@@ -267,9 +269,7 @@ class DeviceSteps:
         try:
             graphs.prepare_replay(batch, decision.bucket)
         except Exception as error:
-            if self._log_limit.occurred(type(error).__name__):
-                code = ErrorCode.EXECUTION_EXCEPTION.name
-                _log.exception("a prefill graph could not be prepared; the step runs eagerly", extra={"code": code})
+            self._log_failure("a prefill graph could not be prepared; the step runs eagerly", error)
             return Decision(PrefillGraphStatus.ERROR, detail=f"{type(error).__name__}: {error}"), None
         return decision, graphs.replay()
 
@@ -307,14 +307,18 @@ class DeviceSteps:
         inputs = graphs.stage(batch, decision.size)
         try:
             graphs.refresh(inputs, decision.size)
-        except Exception:
-            _log.exception(
-                "a decode graph could not be prepared; the step runs eagerly",
-                extra={"code": ErrorCode.EXECUTION_EXCEPTION.name},
-            )
+        except Exception as error:
+            self._log_failure("a decode graph could not be prepared; the step runs eagerly", error)
             return self.inputs.decode(batch), DecodeDecision(DecodeGraphStatus.ERROR)
         graphs.replay(decision.size)
         return inputs, decision
+
+    def _log_failure(self, what: str, error: Exception) -> None:
+        """With its stack, the first time and ever more rarely, by what failed and the type of the error."""
+        count = self._log_limit.occurred(f"{what} {type(error).__name__}")
+        if count:
+            extra = {"code": ErrorCode.EXECUTION_EXCEPTION.name, "occurrences": count}
+            _log.error(what, exc_info=error, extra=extra)
 
     def _check_lasts(self, stream: DeviceStream, inputs: DeviceStepInputs) -> None:
         """Whether the last hidden state of each row is finite. Every token of a chunk reaches its last one through

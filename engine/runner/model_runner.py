@@ -202,9 +202,10 @@ class ModelRunner:
         *,
         progress: Callable[[int, int], None] = lambda done, total: None,
         recorder: Recorder | None = None,
+        debug_folder: Path | None = None,
     ) -> tuple[PrefillGraphRunner | None, str]:
         """Captures the buckets and uses them from the next step on. None, and why, when that failed before a capture
-        began. Raises GRAPH_CAPTURE_DIRTY when it failed later."""
+        began. Raises GRAPH_CAPTURE_DIRTY when it failed later. debug_folder: where each graph is written."""
         from engine.runner.prefill_graph.runner import create_for_prefill
 
         steps = self.device_steps
@@ -213,7 +214,14 @@ class ModelRunner:
 
         def make(scratch: ScratchBlocks) -> PrefillGraphRunner:
             return steps.make_prefill_graphs(
-                scratch, self.groups, self.wipe, buckets, settings, progress=progress, recorder=recorder
+                scratch,
+                self.groups,
+                self.wipe,
+                buckets,
+                settings,
+                progress=progress,
+                recorder=recorder,
+                debug_folder=debug_folder,
             )
 
         graphs, problem = create_for_prefill(make, kv, buckets[-1], self.session)

@@ -277,13 +277,21 @@ def test_replay_when_lengths_tables_and_weights_change_then_they_take_effect_at_
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_equal_eager_ones(backend: str) -> None:
     runner = graph_runner(backend)
+    steps = runner.device_steps
+    assert steps is not None
+    buffers = steps.inputs.buffers
+    tensors = [getattr(buffers, name) for name in buffers.__dataclass_fields__] + [steps.logits, steps.sampler.tokens]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     expected: dict[tuple[int, int], list[int | None]] = {}
-    for turn in range(200):
+    for turn in range(1000):
         rows, start = 1 + turn * 7 % 16, 1 + turn % 5 * 60
         fill(runner, 2)  # the step before has changed it
         batch = decode_batch(runner, rows, start=start, seed=3)
         tokens = [row.token_id for row in runner.execute(batch).rows]
         assert expected.setdefault((rows, start), tokens) == tokens, (turn, rows, start)
+    buffers = steps.inputs.buffers
+    tensors = [getattr(buffers, name) for name in buffers.__dataclass_fields__] + [steps.logits, steps.sampler.tokens]
+    assert addresses == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_batch_when_it_exceeds_the_largest_graph_then_runs_eagerly_and_says_so() -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,11 +100,13 @@ class PrefillGraphRunner:
         settings: PrefillGraphSettings,
         progress: Callable[[int, int], None] = lambda done, total: None,
         recorder: Recorder | None = None,
+        debug_folder: Path | None = None,
     ) -> None:
         """logits: float32 [max_requests or more, vocab], filled by every replay. greedy(logits of n rows): enqueues the
         choice of their likeliest tokens, written to memory of its own. wipe(group, blocks) zeroes blocks of the pool,
         which has `num_blocks`.
-        progress(done, total) is called after each graph. recorder: in place of the device's own."""
+        progress(done, total) is called after each graph. recorder: in place of the device's own, which writes each
+        graph to debug_folder where that is given."""
         self.forward = forward
         self.logits = logits
         self.greedy = greedy
@@ -120,6 +123,7 @@ class PrefillGraphRunner:
         self._settings = settings
         self._progress = progress
         self._recorder = recorder
+        self._debug_folder = debug_folder
         self._device = logits.device
         self._hidden = torch.empty(0)  # float32 [largest bucket, hidden]
         self._values: torch.Tensor | None = None  # float32 [largest bucket, hidden] embeddings of requests
@@ -214,7 +218,7 @@ class PrefillGraphRunner:
         Fault point `prefill_graph.capture`, with the bucket and phase=before, during. Raises RuntimeError when a replay
         gives other numbers than the run before it.
         """
-        recorder = self._recorder or recorder_for(self._device)
+        recorder = self._recorder or recorder_for(self._device, self._debug_folder)
         for done, size in enumerate(reversed(self._sizes), 1):
             began = time.monotonic()
             self._capture(self._buckets[size], recorder, session)

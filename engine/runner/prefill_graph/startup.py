@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.attention.backend import GraphSelectionMode
@@ -64,14 +65,14 @@ class PrefillGraphStart:
     def status(self) -> PrefillGraphStatus:
         return self.answer.status
 
-    def finish(self, kv: KvCache) -> None:
-        """Captures where the gate is open, and settles the engine's status.
+    def finish(self, kv: KvCache, debug_folder: Path | None = None) -> None:
+        """Captures where the gate is open, and settles the engine's status. debug_folder: where each graph is written.
 
         Raises GRAPH_CAPTURE_DIRTY when a capture that had begun failed: nothing may run on the device then. Raises
         PREFILL_GRAPH_UNSUPPORTED for any status but captured when the settings are strict.
         """
         if self.answer.open:
-            self._capture(kv)
+            self._capture(kv, debug_folder)
         self._runner.set_prefill_status(Decision(self.answer.status, detail=self.answer.detail))
         if self.answer.open:
             return
@@ -93,10 +94,14 @@ class PrefillGraphStart:
             metadata={"status": status},
         )
 
-    def _capture(self, kv: KvCache) -> None:
+    def _capture(self, kv: KvCache, debug_folder: Path | None) -> None:
         with Progress("capturing prefill graphs", len(self.buckets), "graphs") as progress:
             graphs, problem = self._runner.capture_prefill_graphs(
-                kv, self.buckets, self._settings, progress=lambda done, total: progress.update(done)
+                kv,
+                self.buckets,
+                self._settings,
+                progress=lambda done, total: progress.update(done),
+                debug_folder=debug_folder,
             )
         if graphs is None:
             self.answer = GateAnswer(PrefillGraphStatus.CAPTURE_UNAVAILABLE, problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -135,6 +136,12 @@ def test_inputs_when_there_are_too_many_rows_then_are_refused() -> None:
     for build in (new_inputs().decode, new_inputs().prefill):
         with pytest.raises(ValueError, match=f"at most {ROWS}"):
             build(StepBatch(rows))
+
+
+def test_buffers_when_somebody_would_put_others_in_their_place_then_raise() -> None:
+    buffers = new_inputs().buffers
+    with pytest.raises(FrozenInstanceError):
+        buffers.slots = torch.zeros_like(buffers.slots)  # type: ignore[misc]  # a graph reads the first ones
 
 
 def test_blank_step_when_staged_for_a_capture_then_it_reads_block_zero_and_writes_nowhere() -> None:

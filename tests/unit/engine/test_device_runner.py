@@ -13,11 +13,14 @@ import torch
 
 from engine.layers import device as device_layers
 from engine.messages import SamplingParams
+from engine.runner import device_inputs
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_status import DecodeGraphStatus
+from engine.runner.device_inputs import DeviceInputs
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
 from kernels import jit, small_gemm_table
+from kernels.metadata import DecodeLayout, PrefillLayout
 from kernels.small_gemm import Config
 from rpc.errors import ErrorCode
 from tests.unit.engine.real_engine import RealEngine
@@ -176,6 +179,66 @@ def test_decode_graph_when_lengths_tables_and_weights_change_then_replays_follow
             assert turned.rows[0].token_id == runner.config.vocab_size - 1 - expected.rows[0].token_id
         finally:
             weight.copy_(before)
+
+
+def test_decode_graph_when_preparing_it_fails_then_the_step_runs_eagerly_and_the_log_says_so_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = graph_runner()
+    assert runner.device_steps is not None
+    fill(runner, [1, 2], seed=4)
+    batch = StepBatch([sampled("a", [7], 20, [1, 2])])
+    expected = runner.execute(batch)
+    assert expected.decode_status == DecodeGraphStatus.REPLAYED
+
+    def fail(plan: Any, rows: Any) -> None:
+        raise RuntimeError("no plan for these rows")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner.device_steps.decode_graphs, "_refreshes", True)
+        broken.setattr(runner.backend, "refresh", fail)
+        for _ in range(3):
+            found = runner.execute(batch)
+            assert found.decode_status == DecodeGraphStatus.ERROR
+            assert found.rows[0].token_id == expected.rows[0].token_id
+    records = [record for record in caplog.records if "decode graph could not be prepared" in record.message]
+    assert [record.occurrences for record in records] == [1, 2]  # type: ignore[attr-defined]
+    assert all(record.exc_info is not None for record in records)
+    found = runner.execute(batch)
+    assert found.decode_status == DecodeGraphStatus.REPLAYED
+    assert found.rows[0].token_id == expected.rows[0].token_id
+
+
+def test_step_when_run_then_its_inputs_are_built_once_and_the_words_in_use_alone_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = graph_runner()
+    assert runner.device_steps is not None
+    runner.device_steps.inputs.forget_tables()
+    built: list[str] = []
+    copied: list[int] = []
+    for name in ("decode", "prefill"):
+        build = getattr(DeviceInputs, name)
+
+        def counted(*args: Any, name: str = name, build: Any = build, **options: Any) -> Any:
+            built.append(name)
+            return build(*args, **options)
+
+        monkeypatch.setattr(DeviceInputs, name, counted)
+    copy = device_inputs._Staging.copy_to
+
+    def recorded(staging: Any, target: torch.Tensor, count: int) -> None:
+        copied.append(count)
+        copy(staging, target, count)
+
+    monkeypatch.setattr(device_inputs._Staging, "copy_to", recorded)
+    tables = [[1, 2], [3, 4]]
+    for start in (20, 21):
+        rows = [sampled(str(r), [5], start, table) for r, table in enumerate(tables)]
+        assert runner.execute(StepBatch(rows)).decode_status == DecodeGraphStatus.REPLAYED
+    runner.execute(StepBatch([sampled("p", random_prompt(5), 0, [5])]))
+    assert built == ["decode", "decode", "prefill"]
+    assert copied == [DecodeLayout(2, 2, 2).words, DecodeLayout(2, 0, 0).words, PrefillLayout(1, 5, 1, 1).words]
 
 
 def test_decode_graph_when_rows_are_drawn_or_ask_for_logprobs_then_they_are_sampled_from_the_graphs_logits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from engine.runner.decode_status import DecodeGraphStatus
 from front.settings import FrontSettings
 from rpc.graph_status import INIT_STATUSES, REQUEST_STATUSES
 from rpc.metric_families import FAMILIES
@@ -30,9 +31,14 @@ def test_page_when_read_then_each_status_of_a_request_is_in_one_of_the_tables():
     assert set(rows(section("Each request"))) | set(INIT_STATUSES) - {"captured"} == set(REQUEST_STATUSES)
 
 
+def test_page_when_read_then_each_status_of_a_decode_step_is_in_its_table():
+    table = PAGE.split("\n## Decode graphs", 1)[1].split("\n### ", 1)[0]
+    assert sorted(rows(table)) == sorted(DecodeGraphStatus)
+
+
 def test_page_when_read_then_it_has_every_setting_and_metric():
     for name in FrontSettings.model_fields:
-        if "prefill_cuda_graph" in name:
+        if "cuda_graph" in name or name == "decode_capture_config":
             assert f"`--{name.replace('_', '-')}`" in PAGE
     for family in FAMILIES:
         if "prefill_cuda_graph" in family or family.startswith("baton_cuda_graph"):

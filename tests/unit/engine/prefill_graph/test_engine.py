@@ -7,6 +7,7 @@ the recorded calls.
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 from contextlib import ExitStack
 
@@ -17,6 +18,7 @@ import zmq
 from engine.core import EngineLoop
 from engine.graph_settings import PrefillGraphSettings
 from engine.messages import RunMode
+from engine.runner.capture import recorder_for
 from kernels.jit import available
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import arm, disarm
@@ -91,6 +93,27 @@ def test_engine_when_it_has_no_graphs_then_it_serves_and_every_answer_says_why(c
         assert warning.exc_info is None
         if status == "feature_disabled":
             assert "--enable-cuda-graph" in warning.getMessage()
+
+
+@needs_triton
+def test_engine_when_its_graphs_are_to_be_written_then_prefill_graphs_go_to_the_folder_that_the_log_names(
+    monkeypatch, caplog, tmp_path
+):
+    caplog.set_level(logging.INFO)
+    settings = options(cuda_graph_debug=True, prefill_graph=PrefillGraphSettings(enabled=True, buckets=(8,)))
+    folders = []
+
+    def recorded(device, debug_folder=None):
+        folders.append(debug_folder)
+        return recorder_for(device, debug_folder)
+
+    monkeypatch.setattr("engine.runner.prefill_graph.runner.recorder_for", recorded)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with RealEngine("prefill", **settings) as engine:
+        assert engine.ready.prefill_cuda_graph_init == "captured"
+    [folder] = folders
+    assert folder.is_dir()
+    assert any(str(folder) in record.getMessage() for record in caplog.records)
 
 
 def test_engine_when_a_decode_server_computes_no_prompts_then_nothing_was_requested():
