@@ -184,7 +184,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     prefill_graphs = PrefillGraphStart(config, gate_facts(config, runner, cuda_graphs=cuda_graphs), runner)
     spare = max(prefill_graphs.spare.values(), default=0)
     sizes: tuple[int, ...] = ()
-    if cuda_graphs and runner.backend.capabilities.device_rows and config.role == "decode":
+    if cuda_graphs and config.role == "decode":
         sizes = capture_sizes(config.decode_capture_sizes, config.max_num_seqs)
     if on_cuda:
         num_blocks = device_kv_blocks(
@@ -213,7 +213,8 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching, prefill_graphs.spare)
     captured = []
     debug_folder: Path | None = None
-    if config.cuda_graph_debug and (sizes or prefill_graphs.answer.open):
+    on_device = runner.backend.capabilities.device_rows
+    if config.cuda_graph_debug and on_device and (sizes or prefill_graphs.answer.open):
         debug_folder = Path(tempfile.mkdtemp(prefix="baton-cuda-graphs-"))
         _log.info("captured graphs are written to %s", debug_folder)
     if sizes:

@@ -21,6 +21,7 @@ from engine.models.config import load_config, resolve_dtype
 from engine.models.families import load_model
 from engine.models.step import ForwardStep
 from engine.runner.batch import BatchRow, PrefillReplay, RowResult, StepBatch, StepResult
+from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.graph_session import CaptureSession
 from engine.runner.inputs import StepInputs, build_inputs, check_batch
 from engine.runner.prefill_graph.decision import Decision
@@ -96,6 +97,7 @@ class ModelRunner:
         self.device_steps: DeviceSteps | None = None  # runs the steps where the backend reads its rows on the device
         self.session = CaptureSession()
         self.prefill_init = Decision(PrefillGraphStatus.NOT_REQUESTED)  # about every prompt while there are no graphs
+        self.decode_init = DecodeGraphStatus.NOT_REQUESTED  # of every decode step without device_steps
 
     def _maker(self) -> LayerMaker:
         """Fused layers for a device; on the CPU too, in Triton's interpreter, with a backend that has no other way."""
@@ -163,7 +165,9 @@ class ModelRunner:
 
         Raises GRAPH_CAPTURE_DIRTY for a failure after the first capture began.
         """
-        assert self.device_steps is not None
+        if self.device_steps is None:
+            self.decode_init = DecodeGraphStatus.UNSUPPORTED_BACKEND
+            return None
         return self.device_steps.capture_decode_graphs(sizes, self.session, debug_folder)
 
     def _make_device_steps(self) -> DeviceSteps:
@@ -271,6 +275,7 @@ class ModelRunner:
             time.perf_counter() - forwarded,
             prefill_status=self.prefill_init.status,
             prefill_detail=self.prefill_init.detail,
+            decode_status=self.decode_init.value,
         )
 
     def _execute_on_device(

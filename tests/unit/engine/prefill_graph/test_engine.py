@@ -83,6 +83,8 @@ def test_engine_when_it_has_no_graphs_then_it_serves_and_every_answer_says_why(c
         engine.run()
         assert answer(engine, "a")[1] == status
         assert statuses(engine) == {status: 1}
+        decode = "unsupported_backend" if changes.get("enable_cuda_graph") else "not_requested"
+        assert engine.counted("baton_decode_cuda_graph_steps_total", status=decode) == 1
         assert engine.core.kv.ledgers()[0].reserved == 1
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     if status == "not_requested":
