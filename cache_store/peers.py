@@ -140,10 +140,8 @@ class Peers:
         gRPC gives one attempt to connect a second (`grpc.min_reconnect_backoff_ms`) and goes on trying here until
         `connect_timeout_s` is over.
         """
-        connection = self._channels.connection(address, bulk_index)
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_s):
-                await connection.channel.channel_ready()
+            return await self._channels.connected(address, bulk_index, timeout_s=self._settings.connect_timeout_s)
         except TimeoutError:
             self._channels.check(address)
             raise BatonError(
@@ -151,7 +149,6 @@ class Peers:
                 "the cache store cannot be reached",
                 metadata={"peer": address},
             ) from None
-        return connection
 
     async def ready(self, address: str, engine_id: str) -> Peer:
         """The peer with a handshake that holds for `engine_id`; makes one when there is none.

@@ -194,11 +194,24 @@ class ChannelPool:
     async def wait_ready(self, address: str, timeout_s: float) -> bool:
         """Connects the control channel to `address`; False when that takes longer than `timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.get(address).channel_ready()
+            await self.connected(address, timeout_s=timeout_s)
         except TimeoutError:
             return False
         return True
+
+    async def connected(self, address: str, bulk_index: int | None = None, *, timeout_s: float) -> Connection:
+        """A channel with a connection. A channel that somebody else's failure replaces meanwhile is given up for its
+        successor. Raises TimeoutError after `timeout_s`, SERVER_DRAINING after `close`."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                connection = self.connection(address, bulk_index)
+                try:
+                    await connection.channel.channel_ready()
+                except grpc.aio.UsageError:  # it was closed
+                    if connection.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
+                        raise
+                else:
+                    return connection
 
     def statistics(self) -> dict[str, int]:
         return {

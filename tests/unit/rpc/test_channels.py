@@ -169,6 +169,25 @@ async def test_closed_port_fails_fast_and_a_reopened_one_is_found_again() -> Non
     await server.stop(0)
 
 
+async def test_wait_for_a_connection_when_its_channel_is_replaced_then_it_goes_on_with_the_new_one() -> None:
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    pool, server = ChannelPool(), GrpcServer()
+    try:
+        first = pool.get(address)
+        control = asyncio.create_task(pool.wait_ready(address, 10))
+        bulk = asyncio.create_task(pool.connected(address, 0, timeout_s=10))
+        await until(lambda: pool.check(address) and pool.get(address) is not first)
+        await server.start("127.0.0.1", port)
+        assert await control
+        connection = await bulk
+        assert connection.channel is pool.get(address, 0)
+        assert connection.was_ready()
+    finally:
+        await server.stop()
+        await pool.close()
+
+
 async def test_channel_that_is_closed_from_outside_is_replaced() -> None:
     server = await started()
     evicted: list[str] = []
