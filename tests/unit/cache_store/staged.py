@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from cache_store.pool import StagedKvPool
 from cache_store.rows import Rows
 from cache_store.staging import Slot, Ticket
 from cache_store.stream_copies import StreamCopyEngine
-from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, WAIT_S, Node
+from rpc import faults
+from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, WAIT_S, Node, assert_clean, nodes, settings, until
 from tests.unit.cache_store.late_device import LateDevice
 
 ENGINES = ("threads", "streams")
@@ -147,3 +149,21 @@ def done(ticket: Ticket) -> None:
 
 
 __all__ = ["ENGINES", "TRANSPORTS", "FailingMark", "GatedCopies", "HeldMark", "Rows", "StagedNode", "done", "slot_of"]
+
+
+Pair = tuple[StagedNode, StagedNode]
+
+
+def make_pair(engine: str, transport: str, **more: Any) -> Iterator[Pair]:
+    """A prefill and a decode node; at its end nothing is held, and every slot is free."""
+    chosen = settings(transport=transport, **more)
+    with nodes(
+        StagedNode("prefill", chosen, engine=engine, seed=1), StagedNode("decode", chosen, engine=engine, seed=2)
+    ) as (prefill, decode):
+        assert isinstance(prefill, StagedNode) and isinstance(decode, StagedNode)
+        yield prefill, decode
+        faults.disarm()
+        assert_clean(prefill, decode)
+        for node in (prefill, decode):
+            for ring in (node.staging.reads, node.staging.writes):
+                until(lambda ring=ring: ring.free == ring.slots, "every slot is free again")

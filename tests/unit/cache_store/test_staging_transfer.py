@@ -1,41 +1,33 @@
-"""KV that only copies reach goes from one agent to another: through staging rings, or out of the peer's memory."""
+"""KV that only copies reach goes from one agent to another: through staging rings, or out of the peer's memory (more
+of which is in test_direct_reads.py)."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
-from cache_store import peers as peers_module
 from cache_store.agent import CacheStoreAgent, GroupLayout, KvSourceRef, LeaseEnded
-from cache_store.lease import LeaseTable
 from cache_store.sending import WINDOW
-from protos import cache_store_pb2 as pb
-from protos import cache_store_pb2_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store import agents
 from tests.unit.cache_store.agents import (
     LAYOUT,
     Node,
-    assert_clean,
     key_of,
     nodes,
     prefill_result,
     settings,
     until,
 )
-from tests.unit.cache_store.staged import ENGINES, TRANSPORTS, FailingMark, HeldMark, StagedNode
+from tests.unit.cache_store.staged import ENGINES, TRANSPORTS, FailingMark, HeldMark, Pair, StagedNode, make_pair
 
 KEY = key_of(1)
 WAIT_S = 20.0
-
-Pair = tuple[StagedNode, StagedNode]
 
 
 @pytest.fixture(autouse=True)
@@ -55,26 +47,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def threads() -> Iterator[Pair]:
     """Copies that can be held up, through the staging rings."""
     yield from make_pair("threads", "grpc")
-
-
-@pytest.fixture
-def direct() -> Iterator[Pair]:
-    """Copies that can be held up, out of the peer's memory."""
-    yield from make_pair("threads", "ipc")
-
-
-def make_pair(engine: str, transport: str, **more: Any) -> Iterator[Pair]:
-    chosen = settings(transport=transport, **more)
-    with nodes(
-        StagedNode("prefill", chosen, engine=engine, seed=1), StagedNode("decode", chosen, engine=engine, seed=2)
-    ) as (prefill, decode):
-        assert isinstance(prefill, StagedNode) and isinstance(decode, StagedNode)
-        yield prefill, decode
-        faults.disarm()
-        assert_clean(prefill, decode)
-        for node in (prefill, decode):
-            for ring in (node.staging.reads, node.staging.writes):
-                until(lambda ring=ring: ring.free == ring.slots, "every slot is free again")
 
 
 # ---- the right bytes
@@ -463,204 +435,7 @@ def test_submission_that_fails_then_the_slot_is_given_back(pair: Pair, monkeypat
     prefill.lease_ended()
 
 
-# ---- reading a peer's memory
-
-
-def test_transport_when_either_side_cannot_or_will_not_share_then_the_other_way_is_taken() -> None:
-    for theirs, own in [("grpc", "auto"), ("auto", "grpc")]:
-        with nodes(
-            StagedNode("prefill", settings(transport=theirs), seed=1),
-            StagedNode("decode", settings(transport=own), seed=2),
-        ) as (prefill, decode):
-            prefill.stage(KEY, [5])
-            decode.load(prefill.source, KEY, [1])
-            decode.load_done()
-            prefill.lease_ended()
-            assert decode.count("kv_transfer_bytes_total", transport="grpc") == 3 * LAYOUT.block_bytes
-    with nodes(StagedNode("prefill", seed=1), Node("decode", seed=2)) as (prefill, plain):
-        assert (prefill.agent.transports, plain.agent.transports) == (("ipc", "grpc"), ("grpc",))
-        prefill.stage(KEY, [5])
-        plain.load(prefill.source, KEY, [1])
-        plain.load_done()
-        assert np.array_equal(plain.blocks([1]), prefill.blocks([5]))
-        prefill.lease_ended()
-
-
-def test_memory_that_cannot_be_opened_then_grpc_is_used_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    chosen = settings()
-    with nodes(StagedNode("prefill", chosen, seed=1), StagedNode("decode", chosen, seed=2)) as (prefill, decode):
-        assert isinstance(decode, StagedNode)
-
-        def refuse(memory: object) -> None:
-            raise peers_module.MemoryUnavailable("not permitted")
-
-        monkeypatch.setattr(decode.copies, "open", refuse)
-        with caplog.at_level(logging.WARNING, "cache_store"):
-            for number in (1, 2):
-                prefill.stage(key_of(number), [5])
-                decode.load(prefill.source, key_of(number), [number])
-                decode.load_done()
-                prefill.lease_ended()
-        assert [record.message for record in caplog.records if "ipc" in record.message] == [
-            f"peer={prefill.address}: transport ipc is not possible, using grpc: not permitted"
-        ]
-        assert decode.count("kv_transfer_bytes_total", transport="grpc") == 6 * LAYOUT.block_bytes
-        assert_clean(prefill, decode)
-
-
-def test_memory_that_cannot_be_opened_when_ipc_is_demanded_then_the_peers_do_not_fit() -> None:
-    with nodes(
-        StagedNode("prefill", settings(), seed=1, shared=False), StagedNode("decode", settings(transport="ipc"), seed=2)
-    ) as (prefill, decode):
-        decode.load(prefill.source, KEY, [1])
-        failed = decode.load_failed()
-        assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
-        assert failed.error.metadata["transports"] == "ipc / grpc"
-
-
-def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(direct: Pair) -> None:
-    prefill, _ = direct
-    prefill.stage(KEY, [5, 9])
-    request = pb.LoadRequest(
-        reference=pb.KvReference(engine_id="prefill", request_key=KEY),
-        wanted=[
-            pb.WantedBlocks(
-                group="full", block_size=LAYOUT.block_size, first_block=0, num_blocks=2, num_layers=LAYOUT.num_layers,
-                block_bytes=LAYOUT.block_bytes, partition_count=1, partition_id=0,
-            )
-        ],
-        prompt_tokens=2 * LAYOUT.block_size,
-        checksum="all",
-        chunk_bytes=1 << 16,
-        transport="ipc",
-    )  # fmt: skip
-    with grpc.insecure_channel(prefill.address) as channel:
-        events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(request, timeout=WAIT_S))
-    (notices,) = [event.notices for event in events if event.notices]
-    assert not any(event.data or event.HasField("pieces") for event in events)
-    assert [(n.layer, list(n.blocks), list(n.source_blocks)) for n in notices] == [
-        (layer, [0, 1], [5, 9]) for layer in range(LAYOUT.num_layers)
-    ]
-    assert events[-1].done.pieces == 2 * LAYOUT.num_layers
-    prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
-    prefill.lease_ended()
-
-
-def test_direct_read_when_the_lease_ends_before_the_copy_is_done_then_no_token_comes_of_it(direct: Pair) -> None:
-    prefill, decode = direct
-    decode.gate.close()
-    prefill.stage(KEY, [5, 6])
-    decode.load(prefill.source, KEY, [1, 2])
-    assert decode.gate.reached.wait(WAIT_S)
-    # Everything was said, so nothing but D's word keeps the lease; now it ends, and the blocks are used again.
-    until(lambda: prefill.agent.stats().readers == 0, "every notice is sent")
-    prefill.agent.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
-    assert prefill.lease_ended().outcome == "aborted"
-    for layer in prefill.memory["full"]:
-        layer[[5, 6]] = 0xEE
-    decode.gate.open()
-    failed = decode.load_failed()
-    assert failed.error.code is ErrorCode.READ_TRANSFER_NOT_DONE
-    assert failed.error.metadata["cause"] == "EXECUTION_EXCEPTION"
-    assert failed.foreign and failed.delivered == 6
-
-
-def test_direct_read_when_the_lease_expires_before_the_copy_is_done_then_the_load_fails() -> None:
-    for prefill, decode in make_pair("threads", "ipc", lease_seconds=0.3):
-        decode.gate.close()
-        prefill.stage(KEY, [5, 6])
-        decode.load(prefill.source, KEY, [1, 2])
-        ended = prefill.lease_ended()
-        assert (ended.outcome, ended.cause) == ("expired", "never_released")
-        decode.gate.open()
-        failed = decode.load_failed()
-        assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED and failed.foreign
-        decode.agent.cancel_load(KEY, failed.error)
-
-
-def test_direct_read_when_the_result_needs_no_hold_then_the_lease_stands_until_it_is_released(direct: Pair) -> None:
-    prefill, decode = direct
-    decode.gate.close()
-    decode.load(prefill.source, KEY, [1])
-    prefill.admit(KEY, [5])
-    until(lambda: prefill.agent.stats().readers == 1, "the load is open")
-    prefill.compute(KEY, 1, hold=False)
-    assert decode.gate.reached.wait(WAIT_S)
-    until(lambda: prefill.agent.stats().readers == 0, "every notice is sent")
-    assert prefill.said == []
-    decode.gate.open()
-    decode.load_done()
-    assert prefill.lease_ended().outcome == "released"
-
-
-def test_direct_read_when_asking_fails_then_the_transfer_is_not_proven_and_can_be_repeated(
-    direct: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = direct
-    renew = LeaseTable.renew
-    asked: list[str] = []
-
-    def fail_once(table: LeaseTable, key: str, generation: int | None, source: str = "queued") -> float:
-        asked.append(source)
-        if len(asked) == 1:
-            raise BatonError(ErrorCode.UNKNOWN_ERROR)
-        return renew(table, key, generation, source)
-
-    monkeypatch.setattr(LeaseTable, "renew", fail_once)
-    prefill.stage(KEY, [5])
-    decode.load(prefill.source, KEY, [1])
-    failed = decode.load_failed()
-    assert (failed.error.code, failed.retriable_here) == (ErrorCode.READ_TRANSFER_NOT_DONE, True)
-    decode.load(prefill.source, KEY, [2], reload=True)
-    decode.load_done()
-    assert asked == ["open_load", "open_load"]
-    prefill.lease_ended()
-
-
-def test_notice_when_it_names_a_block_outside_the_peers_memory_then_the_load_fails(direct: Pair) -> None:
-    prefill, decode = direct
-    prefill.admit(KEY, [5])
-    lease_of = prefill.agent._table.get
-    until(lambda: lease_of(KEY) is not None, "the lease is there")
-    lease_of(KEY).blocks["full"][0] = 1_000_000  # type: ignore[union-attr]
-    prefill.compute(KEY, 1)
-    decode.load(prefill.source, KEY, [1])
-    failed = decode.load_failed()
-    assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
-    assert "outside" in failed.error.metadata["breach"]
-    decode.agent.cancel_load(KEY, failed.error)
-    prefill.lease_ended()
-
-
-def test_memory_of_a_peer_when_it_is_lost_then_it_is_closed_after_its_last_reader() -> None:
-    chosen = settings(transport="ipc")
-    prefill = StagedNode("prefill", chosen, engine="streams", seed=1)
-    with nodes(StagedNode("decode", chosen, engine="streams", seed=2)) as (decode,):
-        assert isinstance(decode, StagedNode)
-        prefill.stage(KEY, [5])
-        decode.load(prefill.source, KEY, [1])
-        decode.load_done()
-        prefill.lease_ended()
-        (opened,) = decode.device.opened
-        assert not opened.closed
-        decode.load(prefill.source, key_of(2), [1])
-        until(lambda: prefill.agent.stats().parked == 1, "the load is parked")
-        prefill.close()
-        decode.load_failed()
-        until(lambda: opened.closed, "the memory is given back")
-
-
-def test_fault_point_when_it_drops_a_notice_then_the_load_ends_short(direct: Pair) -> None:
-    prefill, decode = direct
-    faults.arm("cache_store.send_piece:drop,layer=1,block=0")
-    prefill.stage(KEY, [5, 6])
-    decode.load(prefill.source, KEY, [1, 2])
-    failed = decode.load_failed()
-    assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
-    decode.agent.cancel_load(KEY, failed.error)
-    prefill.lease_ended()
+# ---- the end of an agent
 
 
 def test_agent_when_it_closes_during_copies_then_it_waits_for_them_and_its_threads_end() -> None:
