@@ -159,6 +159,7 @@ class EngineCore:
             _log.error(
                 "a step of %d requests failed: %s", len(plan.rows), failure, exc_info=error, extra={"code": code}
             )
+            self.transfer.step_failed()
             scheduler.fail_step(plan, failure)
             if failure.code in _UNUSABLE:
                 raise EngineUnusable(failure) from error

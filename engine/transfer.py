@@ -254,6 +254,10 @@ class AgentTransfer:
         while self._deferred:
             self._deferred.pop(0)()
 
+    def step_failed(self) -> None:
+        """What the step has not handed over yet stays here: a device that has failed may not be asked for a mark."""
+        self._deferred.clear()
+
     def fail(self, request_key: str, error: BatonError) -> None:
         self.hand_over()
         self.agent.fail(request_key, error)

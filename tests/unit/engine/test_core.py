@@ -377,6 +377,26 @@ def test_step_when_the_engine_is_unusable_then_it_says_so_after_its_last_news():
         assert engine.last("a").error.code == ErrorCode.ENGINE_DEAD
 
 
+def test_step_when_the_device_fails_after_the_last_layer_then_nothing_asks_it_for_a_mark(monkeypatch):
+    with RealEngine("prefill") as engine:
+        execute = engine.core.runner.execute
+
+        def compute_and_fail(batch, on_layer=None):
+            execute(batch, on_layer)
+            raise BatonError(ErrorCode.ENGINE_DEAD, "the engine's device has failed")
+
+        def mark():
+            raise AssertionError("the device was touched")
+
+        monkeypatch.setattr(engine.core.runner, "execute", compute_and_fail)
+        monkeypatch.setattr(engine.core.agent, "mark", mark)
+        engine.add("a#0.00000000", PROMPT, RunMode.PREFILL)
+        with pytest.raises(EngineUnusable):
+            engine.step()
+        engine.collect()
+        assert engine.last("a#0.00000000").error.code == ErrorCode.ENGINE_DEAD
+
+
 def test_stats_when_requests_are_open_then_they_count_them():
     with RealEngine(max_num_seqs=1) as engine:
         engine.add("a", PROMPT, max_tokens=50)
