@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 LARGEST_SIZE = 1 << 30
+LARGEST_FILE_BYTES = 64 << 10
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
@@ -51,7 +52,7 @@ def _text(part: object, flag: str) -> str:
 
 def _size(word: str, flag: str, where: str = "") -> int:
     if not _INTEGER.fullmatch(word):
-        raise CaptureConfigError(f"{flag}: {word!r}{where} is no integer")
+        raise CaptureConfigError(f"{flag}: {word[:32]!r}{where} is no integer")
     # A word too long to be read is out of range whatever it says.
     size = int(word) if len(word) <= 20 else (-1 if word[0] == "-" else LARGEST_SIZE + 1)
     if not 1 <= size <= LARGEST_SIZE:
@@ -67,12 +68,16 @@ def _range(top: int, step: int, flag: str, most: int) -> list[int]:
 
 def _file(path: str, flag: str, most: int) -> list[int]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        with Path(path).open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)  # no more: it may be a device, which never ends
+        lines = content.decode().splitlines()
     except FileNotFoundError as error:
         raise CaptureConfigError(f"{flag} file not found: {path}") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise CaptureConfigError(f"{flag} file cannot be read: {path} ({reason})") from error
+    if len(content) > LARGEST_FILE_BYTES:
+        raise CaptureConfigError(f"{flag} file is larger than {LARGEST_FILE_BYTES} bytes: {path}")
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise CaptureConfigError(f"{flag} file is empty: {path}")

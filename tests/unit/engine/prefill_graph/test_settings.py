@@ -138,6 +138,19 @@ def test_buckets_when_the_file_is_a_folder_then_the_cause_is_chained(tmp_path):
     assert isinstance(refusal.value.__cause__, OSError)
 
 
+def test_buckets_when_their_file_never_ends_then_it_is_refused_after_its_first_bytes():
+    with pytest.raises(CaptureConfigError, match="larger than 65536 bytes: /dev/zero"):
+        sizes("/dev/zero")
+
+
+def test_buckets_when_a_line_is_long_then_the_message_is_not(tmp_path):
+    file = tmp_path / "buckets"
+    file.write_text("x" * 10_000)
+    with pytest.raises(CaptureConfigError, match="is no integer") as refusal:
+        sizes(str(file))
+    assert len(str(refusal.value)) < 400 + len(str(file))
+
+
 def test_range_when_a_yaml_file_has_it_without_quotes_then_it_is_no_number_in_base_60(folder, tmp_path):
     (tmp_path / "config.yaml").write_text("prefill-cuda-graph-capture-config: 64:8\n")
     settings = PrefillSettings.parse(["--model", folder, "--config", str(tmp_path / "config.yaml")], {})
