@@ -13,6 +13,7 @@ from itertools import pairwise
 from rpc.errors import BatonError, ErrorCode
 
 MOST_SEGMENTS = 64
+MOST_BYTES = 15 << 20  # of all segments: with the prompt and tokens to come they must fit in a message to each server
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 FIELD = "input_embeddings"
 
@@ -37,6 +38,9 @@ def check_input_embeddings(
         raise _refusal("the model takes no input embeddings; leave them out")
     if len(segments) > MOST_SEGMENTS:
         raise _refusal(f"has {len(segments)} segments; at most {MOST_SEGMENTS} are allowed")
+    size_bytes = sum(len(segment.values) for segment in segments)
+    if size_bytes > MOST_BYTES:
+        raise _refusal(f"has {size_bytes} bytes; at most {MOST_BYTES} are allowed; bfloat16 takes half of float32")
     taken: list[tuple[int, int]] = []
     for number, segment in enumerate(segments):
         name = f"segment {number}"

@@ -19,9 +19,10 @@ from front.validation import ModelFacts, read_request
 from front.validation import read_embeddings as read_wire
 from kernels.jit import available
 from protos import common_pb2
+from rpc.channels import CONTROL_MESSAGE_BYTES
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import arm, disarm
-from rpc.input_embeddings import MOST_SEGMENTS, InputEmbedding, check_input_embeddings
+from rpc.input_embeddings import MOST_BYTES, MOST_SEGMENTS, InputEmbedding, check_input_embeddings
 from tests.unit.engine.prefill_graph.graph_runners import GraphRunner, prompt
 from tests.unit.engine.prefill_graph.test_engine import options
 from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
@@ -265,6 +266,15 @@ def test_engine_when_segments_are_illegal_then_they_are_refused_by_name(segments
     with pytest.raises(BatonError, match="input_embeddings") as refusal:
         read_embeddings(segments, 10, HIDDEN)
     assert refusal.value.code is ErrorCode.INVALID_PARAMS
+
+
+def test_segments_when_a_server_could_not_get_them_in_one_message_then_they_are_refused_before_it_is_asked():
+    half = bytes(MOST_BYTES // 2)
+    check_input_embeddings([InputEmbedding(0, half), InputEmbedding(1, half)], 10)
+    with pytest.raises(BatonError, match=f"at most {MOST_BYTES} are allowed") as refusal:
+        check_input_embeddings([InputEmbedding(0, half), InputEmbedding(1, half), InputEmbedding(2, bytes(4))], 10)
+    assert refusal.value.code is ErrorCode.INVALID_PARAMS
+    assert MOST_BYTES + (1 << 20) == CONTROL_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("count", [MOST_SEGMENTS, MOST_SEGMENTS + 1])
