@@ -29,6 +29,9 @@ WATCH_S = 0.1
 # the others then takes the core from the very thread it waits for: on two cores with a load of 7, decoding was 18 times
 # slower with the default policy. What the user has set stays.
 SHARED_CORES = {"OMP_WAIT_POLICY": "passive"}
+# Python's own allocator takes memory here and there in pieces of 1 MiB, of which huge pages (rpc/huge_pages.py) hold
+# about half. Of the C library's they hold nearly all.
+DENSE_MEMORY = {"PYTHONMALLOC": "malloc"}
 
 
 @dataclass
@@ -105,7 +108,8 @@ class Launcher:
                 waiting[0].wait_listening(WATCH_S)
 
     def _environ(self) -> dict[str, str]:
-        return {**{k: v for k, v in SHARED_CORES.items() if k not in os.environ}, **self.environ}
+        ours = SHARED_CORES | DENSE_MEMORY
+        return {**{k: v for k, v in ours.items() if k not in os.environ}, **self.environ}
 
     def _server(self, role: str, index: int, flags: list[str]) -> Process:
         arguments = ["--model", self.model, "--host", "127.0.0.1", "--port", "0"]

@@ -34,7 +34,7 @@ from front.worker_service import WorkerFacts, WorkerService, fill_status
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.errors import BatonError, ErrorCode
 from rpc.http_side import SideCallbacks, SideServer
-from rpc.lifecycle import Lifecycle, watch_loop_lag
+from rpc.lifecycle import Lifecycle, settle, watch_loop_lag
 from rpc.logs import setup_logging
 from rpc.metrics import Registry
 from rpc.server import GrpcServer, join_address
@@ -241,6 +241,7 @@ class FrontServer:
         _log.info("listening", extra={"grpc": self.grpc_address(), "http": self.http_address()})
         if not await self._start_engine():
             return self.lifecycle.exit_code
+        settle()
         self._print_ready()
         stopping, dead = self.lifecycle.stopping, self.engine.client.dead
         await _first_of(stopping, dead)

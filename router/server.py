@@ -37,7 +37,7 @@ from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.http_server import HttpServer
 from rpc.http_side import SideCallbacks, SideServer
-from rpc.lifecycle import DRAINING, SERVING, Lifecycle, OpenWork, watch_loop_lag
+from rpc.lifecycle import DRAINING, SERVING, Lifecycle, OpenWork, settle, watch_loop_lag
 from rpc.logs import setup_logging
 from rpc.metrics import Registry
 from rpc.server import GrpcServer, join_address
@@ -251,6 +251,7 @@ class RouterServer:
         await self.http.start(settings.host, settings.port)
         if settings.metrics_port is not None:
             await self.side.start(settings.host, settings.metrics_port)
+        settle()
         line = {
             "event": "ready",
             "role": "router",
