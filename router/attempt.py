@@ -240,11 +240,11 @@ class Attempt:
 
     def _metadata(self) -> RpcMetadata:
         request = self._request
-        metadata = [("x-request-id", request.request_id)]
+        metadata: RpcMetadata = (("x-request-id", request.request_id),)
         if request.traceparent:
-            metadata.append(("traceparent", request.traceparent))
+            metadata += (("traceparent", request.traceparent),)
             if request.tracestate:
-                metadata.append(("tracestate", request.tracestate))
+                metadata += (("tracestate", request.tracestate),)
         return metadata
 
     def _open_decode(self, worker: Worker) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import grpc
@@ -19,7 +19,7 @@ from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from router.mailbox import Mailbox
 from router.pairing import Role
 from router.worker import Worker
-from rpc.channels import ChannelPool
+from rpc.channels import ChannelPool, Connection
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry as Metrics
@@ -27,7 +27,7 @@ from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.status import details_payload, from_rpc_error, parse_status
 
 AbortSource = Literal["client", "deadline", "peer", "error", "drain"]
-RpcMetadata = Sequence[tuple[str, str]]
+RpcMetadata = tuple[tuple[str, str], ...]
 
 _log = logging.getLogger(__name__)
 
@@ -168,14 +168,21 @@ class Leg:
         self.worker.breaker.begin()
         try:
             self._connection = pool.connection(worker.address)
-            self._call = self._open(self._connection.channel, deadline.timeout(max_rpc_s), metadata)
+            self._call = self._open(self._connection, deadline.timeout(max_rpc_s), metadata)
         except BaseException:
             self._guard.release()
             self.worker.breaker.neutral()
             raise
-        self._task = tasks.spawn(self._run())
+        self._tasks = tasks
+        self._task: asyncio.Task[None] | None = None
+        # Not at once: the leg that is opened next is to be on its way before this one is listened to.
+        asyncio.get_running_loop().call_soon(self._listen)
 
-    def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
+    def _listen(self) -> None:
+        if not self._closed:
+            self._task = self._tasks.spawn(self._run())
+
+    def _open(self, connection: Connection, timeout_s: float | None, metadata: RpcMetadata) -> Any:
         raise NotImplementedError
 
     async def _read(self) -> None:
@@ -231,7 +238,8 @@ class Leg:
         if not self.ended_by_server:
             self._closed = True
             self._call.cancel()
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
         if not self.ended:
             self.ended = True
             self._guard.release()
@@ -257,9 +265,9 @@ class PrefillLeg(Leg):
         self._request = request
         super().__init__(worker, key, **common)
 
-    def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
-        stub = prefill_pb2_grpc.PrefillStub(channel)
-        return stub.Prefill(self._request, timeout=timeout_s, metadata=tuple(metadata))
+    def _open(self, connection: Connection, timeout_s: float | None, metadata: RpcMetadata) -> Any:
+        stub = connection.stub(prefill_pb2_grpc.PrefillStub)
+        return stub.Prefill(self._request, timeout=timeout_s, metadata=metadata)
 
     async def _read(self) -> None:
         response = await self._call
@@ -283,9 +291,9 @@ class DecodeLeg(Leg):
         self._request = request
         super().__init__(worker, key, **common)
 
-    def _open(self, channel: grpc.aio.Channel, timeout_s: float | None, metadata: RpcMetadata) -> Any:
-        stub = decode_pb2_grpc.DecodeStub(channel)
-        return stub.Decode(self._request, timeout=timeout_s, metadata=tuple(metadata))
+    def _open(self, connection: Connection, timeout_s: float | None, metadata: RpcMetadata) -> Any:
+        stub = connection.stub(decode_pb2_grpc.DecodeStub)
+        return stub.Decode(self._request, timeout=timeout_s, metadata=metadata)
 
     async def _read(self) -> None:
         mailbox, worker, clock = self._mailbox, self.worker, self._clock

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ import grpc.aio
 from rpc.errors import BatonError, ErrorCode
 
 Options = list[tuple[str, int | str]]
+S = TypeVar("S")
 
 MIB = 1 << 20
 CONTROL_MESSAGE_BYTES = 16 * MIB
@@ -90,6 +91,7 @@ class _Entry:
     channel: grpc.aio.Channel
     connections: int = 0
     watcher: asyncio.Task[None] | None = None
+    stubs: dict[Callable[[grpc.aio.Channel], Any], Any] = field(default_factory=dict)
 
 
 class Connection:
@@ -103,6 +105,13 @@ class Connection:
     @property
     def channel(self) -> grpc.aio.Channel:
         return self._entry.channel
+
+    def stub(self, kind: Callable[[grpc.aio.Channel], S]) -> S:
+        """The generated stub `kind` of the channel. It is made once: that takes longer than to begin a call."""
+        stub = self._entry.stubs.get(kind)
+        if stub is None:
+            stub = self._entry.stubs[kind] = kind(self._entry.channel)
+        return cast(S, stub)
 
     def was_ready(self) -> bool:
         """Whether a connection stood when the call began or was made since."""

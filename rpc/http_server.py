@@ -171,6 +171,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nobody asks who a client behind a proxy is
             server_header=False,
             timeout_keep_alive=max(1, int(keep_alive_s)),
             h11_max_incomplete_event_size=max_header_bytes,
