@@ -28,6 +28,7 @@ from engine.config import EngineConfig
 from engine.messages import EngineEnvelope, EngineFailed, EngineHello, EngineReady
 from engine.scheduler.news import engine_error
 from rpc.errors import BatonError, ErrorCode
+from rpc.huge_pages import gather_memory
 from rpc.logs import close_logging, setup_logging
 from rpc.time_slice import DEFAULT_S, set_time_slice
 
@@ -113,9 +114,13 @@ def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[by
             process=f"engine:{os.getpid()}",
         )
         core, ready = start_core(config, wakeup)
+        from engine.device import resolve_device
+
         # What is alive now stays alive. Left to the collector, torch's objects cost a step 0.1 s now and then.
         gc.collect()
         gc.freeze()
+        if resolve_device(config.device).type == "cpu":
+            gather_memory()  # else a step that has read all weights finds nothing of what it needs next
         outbox.send(msgspec.msgpack.encode(EngineEnvelope(ready=ready)))
         _log.info("engine ready", extra={"blocks": ready.num_blocks, "load_seconds": round(ready.load_seconds, 3)})
         EngineLoop(core, inbox, outbox, wakeup).run()
