@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -20,6 +21,12 @@ from rpc.errors import BatonError, ErrorCode
 
 Options = list[tuple[str, int | str]]
 S = TypeVar("S")
+
+# gRPC's event engine passes what comes in from one thread of its own to the next, and the third one to Python's; with
+# its older pollers the thread that waits for Python reads the socket itself. gRPC looks at this when the first channel
+# or server of the process is made. What the user has set stays.
+EXPERIMENTS = "-event_engine_client,-event_engine_listener"
+os.environ.setdefault("GRPC_EXPERIMENTS", EXPERIMENTS)
 
 MIB = 1 << 20
 CONTROL_MESSAGE_BYTES = 16 * MIB

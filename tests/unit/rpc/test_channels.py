@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.channels import (
     CLIENT_OPTIONS,
+    EXPERIMENTS,
     SERVER_OPTIONS,
     ChannelPool,
     bulk_options,
@@ -49,6 +50,12 @@ def test_key_occurs_in_the_installed_native_library(key: str) -> None:
 )
 def test_key_that_does_not_exist_is_found_out(key: str) -> None:
     assert not occurs(key)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS.split(","))
+def test_experiment_is_one_of_the_installed_native_library(name: str) -> None:
+    assert name.startswith("-")
+    assert occurs(name[1:])
 
 
 def test_options_have_the_documented_values() -> None:
