@@ -18,6 +18,7 @@ from router.choice import Chooser
 from router.failover import Failover, FailoverSettings
 from router.legs import Aborts, LegTasks
 from router.open_requests import OpenRequest, OpenRequests
+from router.pairing import WorkerFacts
 from router.registry import WorkerRegistry
 from router.requests import FinishEvent, ModelFacts, RouterRequest, TokensEvent
 from router.run import Run, RunContext
@@ -78,6 +79,8 @@ class Orchestrator:
             lambda: self.model().eos_token_ids,
         )
         self._ticker: asyncio.Task[None] | None = None
+        self._model: ModelFacts | None = None
+        self._model_of: Sequence[WorkerFacts] = ()
         self._draining = False
         registry.on_lost.append(self._lost)
 
@@ -115,6 +118,12 @@ class Orchestrator:
 
     def model(self) -> ModelFacts:
         facts = self._registry.known_facts()
+        # Asked several times for each request; the facts are the same objects until a server starts anew.
+        if self._model is None or facts != self._model_of:
+            self._model, self._model_of = self._make_model(facts), facts
+        return self._model
+
+    def _make_model(self, facts: Sequence[WorkerFacts]) -> ModelFacts:
         names = self.settings.served_names
         if not names:
             names = tuple(dict.fromkeys(name for f in facts for name in f.served_model_names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
 from router.http.errors import EXCEPTION_HANDLERS
 from router.http.request_scope import RequestScope
@@ -23,9 +24,12 @@ def build_app(services: HttpServices) -> Starlette:
         ready, reasons = services.serving.ready()
         return [] if ready else list(reasons) or ["not ready"]
 
+    generation: dict[str, ASGIApp] = {
+        "/v1/chat/completions": GenerationEndpoint(services, "chat"),
+        "/v1/completions": GenerationEndpoint(services, "completions"),
+    }
     routes: list[BaseRoute] = [
-        Route("/v1/chat/completions", GenerationEndpoint(services, "chat"), methods=["POST"]),
-        Route("/v1/completions", GenerationEndpoint(services, "completions"), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
         *model_routes(services),
         *worker_routes(services),
         *abort_routes(services),
@@ -35,7 +39,9 @@ def build_app(services: HttpServices) -> Starlette:
         ),
     ]
     paths = frozenset(route.path for route in routes if isinstance(route, Route) and "{" not in route.path)
-    scope = Middleware(RequestScope, paths=paths, metrics=services.metrics, api_keys=services.api_keys)
+    scope = Middleware(
+        RequestScope, paths=paths, posts=generation, metrics=services.metrics, api_keys=services.api_keys
+    )
     app = Starlette(routes=routes, middleware=[scope], exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
     return app
