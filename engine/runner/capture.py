@@ -46,6 +46,7 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
         self._free_before = torch.cuda.mem_get_info(device)[0]
+        self._reserved_before = torch.cuda.memory_reserved(device)
 
     def warm_up(self, run: Callable[[], Result]) -> Result:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -74,7 +75,10 @@ class CudaRecorder:
         return graph, result
 
     def memory_bytes(self) -> int:
-        return max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0])
+        # What the device lost includes the graphs themselves, but also what other processes took or gave back meanwhile;
+        # the allocator's share is this process's own.
+        taken = torch.cuda.memory_reserved(self.device) - self._reserved_before
+        return max(0, taken, self._free_before - torch.cuda.mem_get_info(self.device)[0])
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)

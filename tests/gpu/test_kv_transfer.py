@@ -170,7 +170,8 @@ def test_publish_when_the_layers_are_only_queued_then_it_returns_at_once_and_the
         p.agent.computed(KEY, prefill_result(), True)
         done = d.load_done()
         computed = time.perf_counter() - began
-        assert queued < 0.03 < 0.1 < computed
+        # Had each call waited for its layer, the device would have been done when the last one was queued.
+        assert queued < computed / 2, (queued, computed)
         assert np.array_equal(d.blocks_of(SCATTERED), np.stack([bits(layer[NEIGHBOURS]) for layer in new]))
         times, published = dict(done.events), dict(p.lease_ended().events)
         for layer in range(LAYOUT.num_layers - 1):
