@@ -75,7 +75,7 @@ class CudaRecorder:
         return graph, result
 
     def memory_bytes(self) -> int:
-        # What the device lost includes the graphs themselves, but also what other processes took or gave back meanwhile;
+        # What the device lost includes the graphs themselves, and what other processes took or gave back meanwhile;
         # the allocator's share is this process's own.
         taken = torch.cuda.memory_reserved(self.device) - self._reserved_before
         return max(0, taken, self._free_before - torch.cuda.mem_get_info(self.device)[0])
