@@ -378,7 +378,11 @@ class CacheStoreAgent:
 
     def _do_publish(self, key: str, group: str, layer: int, upto_block: int, called_at: float) -> None:
         try:
+            fault("cache_store.publish", key=key)
             self._table.publish(key, group, layer, upto_block)
+        except BatonError as error:
+            self._do_fail(key, error)
+            return
         except ValueError as error:
             _log.exception("cache store: publishing failed")
             self._do_fail(key, _store_failed(error))

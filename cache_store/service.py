@@ -30,6 +30,7 @@ from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault_async
 from rpc.ids import valid_request_id
 from rpc.logs import request_id_var
 
@@ -182,6 +183,7 @@ class CacheStoreService:
         wire.check_load(request)
         try:
             self._check_engine(request.reference)
+            await fault_async("cache_store.load_open", key=request.reference.request_key)
             reader = await self._open(request, context.peer())
             await self._serve(reader, request, context)
         except BatonError as error:

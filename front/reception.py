@@ -25,6 +25,7 @@ from front.validation import read_key, read_request
 from protos import common_pb2
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.server import cancel_code
@@ -262,6 +263,7 @@ class RequestScope:
             reception.opened(self)
             if source is not None:
                 request.waits_for = ",".join(source.addresses)
+            fault("request.admit", role=reception.role, request_key=request.request_key)
             return self._submit(add)
 
     def _submit(self, add: AddRequest) -> RequestStream:

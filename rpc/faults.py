@@ -9,7 +9,13 @@ dictionary.
 Actions: `delay=SECONDS`, `raise=CODE_NAME` (or its number), `drop` (the caller leaves out what the point
 stands for). `nth=N` lets only the N-th matching call through to the action (from 1), `every=N` each N-th one,
 `times=N` at most N. Every other `key=value` must equal the label of that name, so
-`engine.layer:delay=0.05,layer=3` slows layer 3 alone.
+`engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning, so
+`request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
+
+Points: `request.admit` (role, request_key), `engine.stage` (stage, request_key), `engine.step` (kind), `engine.layer`
+(group, layer), `prefill.answer`, `decode.reserved` (request_key), `cache_store.load_start` (key, peer),
+`cache_store.load_open`, `cache_store.publish` (key), `cache_store.send_piece` (key, group, layer, block),
+`cache_store.renew` (key, side), `prefill_graph.capture`, `prefill_graph.prepare`.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ class _Fault:
     fired: int = 0
 
     def fires(self, labels: dict[str, object]) -> bool:
-        if any(str(labels.get(key)) != value for key, value in self.labels.items()):
+        if not all(_matches(value, labels.get(key)) for key, value in self.labels.items()):
             return False
         self.calls += 1
         if self.nth and self.calls != self.nth:
@@ -50,6 +56,10 @@ class _Fault:
             return False
         self.fired += 1
         return True
+
+
+def _matches(wanted: str, label: object) -> bool:
+    return str(label).startswith(wanted[:-1]) if wanted.endswith("*") else str(label) == wanted
 
 
 _armed: dict[str, list[_Fault]] = {}

@@ -17,6 +17,7 @@ from engine.runner.batch import BatchRow, StepBatch
 from engine.scheduler.limits import Limits
 from engine.scheduler.news import News
 from engine.scheduler.queue import RequestQueue
+from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 
 
@@ -73,6 +74,18 @@ class Batcher:
         self.running = RequestQueue()
         self.preempted = 0  # preemptions so far
 
+    def reaches(self, request: Request, stage: str) -> bool:
+        """Fault point `engine.stage`. False: the request failed where it would have entered `stage`."""
+        if not faults.armed():
+            return True
+        try:
+            faults.fault("engine.stage", stage=stage, request_key=request.key)
+        except BatonError as error:
+            error.stage = stage
+            self._fail(request, error)
+            return False
+        return True
+
     # -- the batch ------------------------------------------------------------------------------------------
 
     def form(self) -> StepPlan:
@@ -107,6 +120,8 @@ class Batcher:
         while self.ready and len(self.running) < self.limits.max_num_seqs:
             request = self.ready.first()
             assert request is not None
+            if not self.reaches(request, "generate"):
+                continue
             self.ready.remove(request)
             request.state = RequestState.RUNNING
             self.running.add(request)
@@ -200,6 +215,8 @@ class Batcher:
                 assert compute is not None
                 if short_of_blocks or not self._may_start(plan, compute):
                     compute = None
+                elif not self.reaches(compute, "match"):
+                    compute = next(computing, None)
                 elif self._start(compute):
                     self._add_chunk(plan, compute)
                     compute = next(computing, None)

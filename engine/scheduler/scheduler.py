@@ -129,9 +129,12 @@ class Scheduler:
             self._set_timer(request.deadline_s, key)
         if request.compute_here:
             self._queue(request)
+            self.batcher.reaches(request, "queue")
         else:
-            request.clock.next_stage()  # prepare is over: allocate
             self.batcher.reserving.add(request)
+            if self.batcher.reaches(request, "prepare"):
+                request.clock.next_stage()  # prepare is over: allocate
+                self.batcher.reaches(request, "allocate")
 
     def abort(self, abort: AbortRequest) -> None:
         """Ends a request in whatever state it is, within this step."""
@@ -227,6 +230,8 @@ class Scheduler:
             if outcome.token_id is None:
                 raise AssertionError(f"the runner sampled no token for {request.key}")
             request.prefilling = False
+            if not request.generating and not self.batcher.reaches(request, "sample"):
+                continue
             if request.generating:
                 self._append(request, outcome.token_id, outcome.logprob, outcome.top_logprobs)
                 continue
@@ -363,6 +368,8 @@ class Scheduler:
         output.tokens.append(TokenOutput(answer.index, answer.token_id, answer.logprob, answer.top_logprobs))
         request.outputs.append(answer.token_id)
         request.tokens.append(answer.token_id)
+        if not self.batcher.reaches(request, "wait_to_run"):
+            return
         reason = answer.finish_reason or self._finish_of(request)
         if reason is not None:
             stop = answer.stop_token_id if answer.stop_token_id is not None else answer.token_id

@@ -93,3 +93,10 @@ def test_variable_is_read_at_start() -> None:
     env = {**os.environ, "BATON_FAULTS": "p:drop,rank=1"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["True", "False"]
+
+
+def test_label_that_ends_in_a_star_matches_by_its_beginning() -> None:
+    arm("request.admit:raise=MALLOC_FAILED,request_key=short*")
+    assert not fault("request.admit", request_key="long#0.1")
+    with pytest.raises(BatonError):
+        fault("request.admit", request_key="short-7#0.1")
