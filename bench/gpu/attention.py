@@ -17,6 +17,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 
 from bench.gpu.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
+from engine.attention.backend import AttentionRows, BatchLimits, DeviceRows, GraphSelectionMode
+from engine.attention.flashinfer_backend import FlashInferBackend
 from kernels import decode_attention as decode
 from kernels import prefill_attention as prefill
 
@@ -183,6 +186,7 @@ def measure(kind: str, rows: int, tokens: int, backends: list[str], bandwidth: f
         for version in ("fa2",) if kind == "decode" else ("fa3", "fa2"):
             runs[f"flashinfer-{version}"] = lambda version=version: flashinfer_runs(inputs, kind, version)
     found: dict[str, Any] = {"kind": kind, "rows": rows, "tokens": tokens, "us": {}, "error": {}, "failed": {}}
+    found["plan_us"] = {}
     found |= {"head_dim": HEAD_DIM, "group": HEADS // KV_HEADS, "page": PAGE}
     found["floor_us"] = floor_seconds(inputs, bandwidth, flops) * 1e6
     for name, make in runs.items():
@@ -191,7 +195,45 @@ def measure(kind: str, rows: int, tokens: int, backends: list[str], bandwidth: f
             found["us"][name] = seconds * 1e6
         except Exception as failure:  # a backend that cannot run a shape is a result too
             found["failed"][name] = f"{type(failure).__name__}: {failure}"[:300]
+    if kind == "decode" and found["us"].keys() - {"triton"}:
+        found["plan_us"]["flashinfer-fa2"] = plan_seconds(inputs) * 1e6
     return found
+
+
+def plan_seconds(inputs: Inputs, calls: int = 20) -> float:
+    """Of the host, to plan a replay of a decode graph as the engine's backend does."""
+    backend = FlashInferBackend(
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        [None],
+        torch.bfloat16,
+        device=torch.device("cuda"),
+        limits=BatchLimits(inputs.rows, inputs.rows, inputs.pages),
+    )
+    rows = AttentionRows(
+        starts=[inputs.length - 1] * inputs.rows,
+        lengths=[1] * inputs.rows,
+        block_tables=[],
+        num_decode=inputs.rows,
+        device=DeviceRows(
+            cu_seqlens=inputs.cu_seqlens,
+            cu_kv_seqlens=inputs.cu_seqlens,
+            kv_lens=inputs.kv_lens,
+            slots=torch.full((inputs.rows,), -1, device="cuda"),
+            block_tables=inputs.tables[0],
+            max_q=1,
+            max_kv=inputs.length,
+        ),
+    )
+    plan = backend.graph_plan(rows, selection_mode=GraphSelectionMode.DECODE_GRAPH)
+    backend.refresh(plan, rows)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        backend.refresh(plan, rows)
+    return (time.perf_counter() - began) / calls
 
 
 def described(found: dict[str, Any]) -> str:
@@ -204,6 +246,8 @@ def described(found: dict[str, Any]) -> str:
             rate = f"{operations(found['tokens'], 0, found['rows']) / us / 1e6:5.0f} TFLOP/s"
         wrong = "" if found["error"][name] < _TOLERANCE else f" WRONG ({found['error'][name]:.1e})"
         line += f"  {name} {us:8.1f} us {rate}{wrong}"
+    for name, us in found["plan_us"].items():
+        line += f"  plan of {name} {us:.0f} us"
     for name, failure in found["failed"].items():
         line += f"  {name} failed: {failure[:100]}"
     return line
@@ -374,6 +418,7 @@ def main() -> None:
             print(described(found), flush=True)
             torch.cuda.empty_cache()
     report = {"device": torch.cuda.get_device_name(), "read_bandwidth": bandwidth, "results": results}
+    report["capability"] = torch.cuda.get_device_capability()
     if arguments.save:
         arguments.save.write_text(json.dumps(report, indent=1))
     if arguments.table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -86,7 +87,6 @@ class AttentionBackend(ABC):
 
     name: str
     capabilities: Capabilities
-    refreshes: bool = False  # plans on the host before each replay; then a graph's buffers are filled before `refresh`
 
     @abstractmethod
     def bind(self, pool: torch.Tensor) -> Any:
@@ -114,11 +114,21 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"attention backend {self.name} cannot be captured in a {selection_mode.value}")
 
+    def graph_plans(self, rows: AttentionRows, *, selection_mode: GraphSelectionMode) -> list[Any]:
+        """The plans of as many graphs, of which `pick` chooses one for each replay."""
+        return [self.graph_plan(rows, selection_mode=selection_mode)]
+
+    def pick(self, plans: Sequence[Any], rows: AttentionRows) -> int:
+        """Which of `plans`, those of one `graph_plans`, suits a step's rows best: the host lists tell. An index."""
+        return 0
+
+    def begin(self, plan: Any) -> None:  # noqa: B027 - most backends have nothing to do
+        """At the beginning of a graph with `plan`, and recorded with it: launches on rows.device that all layers share.
+        The rows have been filled."""
+
     def refresh(self, plan: Any, rows: AttentionRows) -> None:  # noqa: B027 - most backends have nothing to do
-        """Before each replay of a graph with `plan` = graph_plan(...), where `refreshes` says so: what has to be
-        planned for the step's rows on the host. rows.device are the graph's buffers, whose filling has been enqueued;
-        the host lists are the step's own, without padding.
-        """
+        """Before each replay of a graph with `plan`: what has to be planned for the step's rows on the host, whose
+        lists are the step's own, without padding. rows.device need not be filled yet."""
 
     def write(self, plan: Any, layer: Any, kv: torch.Tensor) -> None:
         """Store the step's kv [tokens, 2 * num_kv_heads, head_dim]: all key heads, then all value heads."""

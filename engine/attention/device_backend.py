@@ -27,8 +27,17 @@ def device_rows(rows: AttentionRows) -> DeviceRows:
     return rows.device
 
 
+def decode_rows(rows: AttentionRows) -> int:
+    """How many of the step's rows on the device, from the first on, are decode rows. Where no row is a chunk, rows that
+    only pad are, too."""
+    return device_rows(rows).num_tokens if 0 < rows.num_decode == len(rows.lengths) else rows.num_decode
+
+
 class DeviceBackend(AttentionBackend):
     """Reads DeviceRows, and attends straight from the pool."""
+
+    def list_rows(self, rows: AttentionRows) -> None:
+        """Once per step, before its parts are planned: what they share."""
 
     @abstractmethod
     def plan_decode(self, rows: AttentionRows, count: int) -> Any:
@@ -54,13 +63,12 @@ class DeviceBackend(AttentionBackend):
         return pool
 
     def plan(self, rows: AttentionRows) -> StepPlan:
-        device = device_rows(rows)
-        # Where no row is a chunk, rows that only pad are decode rows too
-        decode = device.num_tokens if 0 < rows.num_decode == len(rows.lengths) else rows.num_decode
+        decode = decode_rows(rows)
+        self.list_rows(rows)
         return StepPlan(
             decode,
             self.plan_decode(rows, decode) if decode else None,
-            self.plan_prefill(rows, decode) if decode < device.num_rows else None,
+            self.plan_prefill(rows, decode) if decode < device_rows(rows).num_rows else None,
         )
 
     def graph_plan(self, rows: AttentionRows, *, selection_mode: GraphSelectionMode) -> StepPlan:

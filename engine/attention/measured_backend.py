@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.attention.backend import AttentionRows, Capabilities, GraphSelectionMode
-from engine.attention.device_backend import DeviceBackend, StepPlan, device_rows
-from engine.attention.flashinfer_backend import FlashInferBackend
-from engine.attention.table import Kind, Table
-from engine.attention.triton_backend import TritonBackend
+from engine.attention.device_backend import DeviceBackend, StepPlan, decode_rows, device_rows
+from engine.attention.table import Heads, Kind, Table
 
 
 @dataclass(slots=True)
@@ -23,8 +22,8 @@ class ChosenPart:
 class MeasuredBackend(DeviceBackend):
     """Triton's kernels and FlashInfer, which share the pool and its layout.
 
-    A decode graph's rows have lengths that are not known when it is captured: it is of the backend that is faster for
-    so many rows over the lengths of the table.
+    A decode graph's rows have lengths that are not known when it is captured. Where each backend is the faster one for
+    some lengths of so many rows, the graph exists twice, and each step replays the one that suits its rows.
     """
 
     name = "triton+flashinfer"
@@ -36,47 +35,68 @@ class MeasuredBackend(DeviceBackend):
         device_rows=True,
     )
 
-    def __init__(
-        self, triton: TritonBackend, flashinfer: FlashInferBackend, table: Table, *, head_dim: int, group: int
-    ) -> None:
-        self.triton, self.flashinfer, self.table = triton, flashinfer, table
-        self.head_dim, self.group = head_dim, group
+    def __init__(self, triton: DeviceBackend, flashinfer: DeviceBackend, table: Table, heads: Heads) -> None:
+        self.triton, self.flashinfer, self.table, self.heads = triton, flashinfer, table, heads
         self.backends: dict[str, DeviceBackend] = {triton.name: triton, flashinfer.name: flashinfer}
-        self.refreshes = table.chosen_for_graphs(flashinfer.name, self.backends, head_dim=head_dim, group=group)
 
-    def _choose(self, kind: Kind, rows: int, tokens: int) -> DeviceBackend:
-        name = self.table.fastest(
-            kind, self.backends, head_dim=self.head_dim, group=self.group, rows=rows, tokens=tokens
-        )
-        return self.backends[name]
+    def _fastest(self, kind: Kind, rows: int, tokens: int, among: Collection[str]) -> DeviceBackend:
+        return self.backends[self.table.fastest(kind, among, self.heads, rows, tokens)]
+
+    def _of_decode(self, rows: AttentionRows, count: int, among: Collection[str]) -> DeviceBackend:
+        seen = sum(rows.starts[: rows.num_decode]) // max(1, rows.num_decode) + 1
+        return self._fastest("decode", count, seen, among)
+
+    def _of_prefill(self, rows: AttentionRows, first: int) -> DeviceBackend:
+        count = max(1, len(rows.lengths) - first)
+        return self._fastest("prefill", count, sum(rows.lengths[first:]) // count, self.backends)
 
     def admits(self, *, selection_mode: GraphSelectionMode) -> bool:
         return self.triton.admits(selection_mode=selection_mode)
 
+    def list_rows(self, rows: AttentionRows) -> None:
+        first = decode_rows(rows)
+        chosen = [self._of_decode(rows, first, self.backends)] if first else []
+        if first < device_rows(rows).num_rows:
+            chosen.append(self._of_prefill(rows, first))
+        for backend in dict.fromkeys(chosen):
+            backend.list_rows(rows)
+
     def plan_decode(self, rows: AttentionRows, count: int) -> ChosenPart:
-        seen = sum(rows.starts[: rows.num_decode]) // max(1, rows.num_decode) + 1
-        backend = self._choose("decode", count, seen)
+        backend = self._of_decode(rows, count, self.backends)
         return ChosenPart(backend, backend.plan_decode(rows, count))
 
     def plan_prefill(self, rows: AttentionRows, first: int) -> ChosenPart:
-        count = max(1, len(rows.lengths) - first)
-        backend = self._choose("prefill", count, sum(rows.lengths[first:]) // count)
+        backend = self._of_prefill(rows, first)
         return ChosenPart(backend, backend.plan_prefill(rows, first))
 
     def graph_plan(self, rows: AttentionRows, *, selection_mode: GraphSelectionMode) -> StepPlan:
-        backend: DeviceBackend = self.triton
-        if selection_mode is GraphSelectionMode.DECODE_GRAPH:
-            count = device_rows(rows).num_rows
-            name = self.table.fastest_of_rows(
-                "decode", self.backends, head_dim=self.head_dim, group=self.group, rows=count
-            )
-            backend = self.backends[name]
+        """Of Triton's kernels, which every kind of graph may hold."""
+        return self._chosen(self.triton, rows, selection_mode)
+
+    def graph_plans(self, rows: AttentionRows, *, selection_mode: GraphSelectionMode) -> list[StepPlan]:
+        if selection_mode is not GraphSelectionMode.DECODE_GRAPH:
+            return [self.graph_plan(rows, selection_mode=selection_mode)]
+        device = device_rows(rows)
+        names = self.table.winners("decode", self.backends, self.heads, device.num_rows, device.max_kv)
+        return [self._chosen(self.backends[name], rows, selection_mode) for name in names]
+
+    def _chosen(self, backend: DeviceBackend, rows: AttentionRows, selection_mode: GraphSelectionMode) -> StepPlan:
         plan = backend.graph_plan(rows, selection_mode=selection_mode)
         return StepPlan(
             plan.num_decode,
             None if plan.decode is None else ChosenPart(backend, plan.decode),
             None if plan.prefill is None else ChosenPart(backend, plan.prefill),
         )
+
+    def pick(self, plans: Sequence[StepPlan], rows: AttentionRows) -> int:
+        if len(plans) == 1:
+            return 0
+        names = [plan.decode.backend.name for plan in plans if isinstance(plan.decode, ChosenPart)]
+        return names.index(self._of_decode(rows, plans[0].num_decode, names).name)
+
+    def begin(self, plan: StepPlan) -> None:
+        if isinstance(plan.decode, ChosenPart):
+            plan.decode.backend.begin(StepPlan(plan.num_decode, plan.decode.part, None))
 
     def refresh(self, plan: StepPlan, rows: AttentionRows) -> None:
         assert isinstance(plan.decode, ChosenPart)

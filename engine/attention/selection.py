@@ -127,22 +127,24 @@ class _Choice:
             ) from error
 
     def _measured(self) -> AttentionBackend:
+        from engine.attention.device_backend import DeviceBackend
         from engine.attention.flashinfer_backend import FlashInferBackend
         from engine.attention.measured_backend import MeasuredBackend
-        from engine.attention.table import measured_table
-        from engine.attention.triton_backend import TritonBackend
+        from engine.attention.table import Heads, table_for
 
-        triton, table, config = self._triton(), measured_table(), self.config
-        heads = {"head_dim": config.head_dim, "group": config.num_heads // config.num_kv_heads}
-        if not table.prefers("flashinfer", ("triton", "flashinfer"), **heads):
+        config, device = self.config, self.device
+        triton = self._triton()
+        table = table_for(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        heads = Heads(config.head_dim, config.num_heads // config.num_kv_heads, config.num_layers)
+        if not table.prefers("flashinfer", ("triton", "flashinfer"), heads):
             return triton
         windows = any(window is not None for window in config.windows)
-        if windows or FlashInferBackend.unavailable(config.head_dim, self.dtype, self.device):
+        if windows or FlashInferBackend.unavailable(config.head_dim, self.dtype, device):
             return triton
         try:
             flashinfer = self._flashinfer()
         except ModelLoadError as error:
             _log.warning("attention by triton alone: %s", error)
             return triton
-        assert isinstance(triton, TritonBackend) and isinstance(flashinfer, FlashInferBackend)
-        return MeasuredBackend(triton, flashinfer, table, **heads)
+        assert isinstance(triton, DeviceBackend) and isinstance(flashinfer, DeviceBackend)
+        return MeasuredBackend(triton, flashinfer, table, heads)

@@ -1,24 +1,36 @@
 """Which attention backend is fastest for a shape, as measured: `table.json` beside this file.
 
-`python -m bench.gpu.attention --table engine/attention/table.json` measures it anew. Without a measurement of a backend
-it is never chosen, and of equal ones `triton` is, which needs no plan on the host.
+`python -m bench.gpu.attention --table engine/attention/table.json` measures it anew. It speaks for the device that was
+measured and for devices of the same compute capability, which run the same kernels; on any other it is left aside.
+Without a measurement of a backend it is never chosen, and of equal ones `triton` is, which needs no plan on the host.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+_log = logging.getLogger(__name__)
 FILE = Path(__file__).with_name("table.json")
 Kind = Literal["decode", "prefill"]
 _FIRST = "triton"  # where nothing else is known to be faster
-_PLAN_US = {"flashinfer": 10.0}  # of the host, per layer: a third of a millisecond to plan a step of 32 layers
 _OTHER_HEADS = 8.0  # distance of a shape with another head size or grouping, in powers of two
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What of a model its attention depends on."""
+
+    head_dim: int
+    group: int  # query heads per key head
+    layers: int  # that share one plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +39,14 @@ class Measurement:
 
     kind: Kind
     head_dim: int
-    group: int  # query heads per key head
+    group: int
     rows: int
     tokens: int  # decode: seen by each row; prefill: new ones of each row
     us: Mapping[str, float] = field(hash=False)
 
-    def distance(self, head_dim: int, group: int, rows: int, tokens: int) -> float:
+    def distance(self, heads: Heads, rows: int, tokens: int) -> float:
         """How unlike the shapes are, in powers of two."""
-        other = abs(math.log2(self.head_dim / head_dim)) + abs(math.log2(self.group / group))
+        other = abs(math.log2(self.head_dim / heads.head_dim)) + abs(math.log2(self.group / heads.group))
         return abs(math.log2(self.rows / rows)) + abs(math.log2(self.tokens / tokens)) + _OTHER_HEADS * other
 
 
@@ -42,82 +54,69 @@ class Measurement:
 class Table:
     device: str  # name of the device that was measured
     measurements: tuple[Measurement, ...]
+    capability: tuple[int, int] = (0, 0)  # its compute capability
+    plan_us: Mapping[str, float] = field(default_factory=dict)  # of the host, per step; nothing overlaps it
     _nearest: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Steps ask with few different shapes: rounded to powers of two there are some hundred
         object.__setattr__(self, "_nearest", lru_cache(4096)(self._find))
 
-    def fastest(self, kind: Kind, among: Collection[str], *, head_dim: int, group: int, rows: int, tokens: int) -> str:
-        """The fastest of the backends `among` on the measured shape nearest to this one."""
+    def fastest(self, kind: Kind, among: Collection[str], heads: Heads, rows: int, tokens: int) -> str:
+        """The fastest of the backends `among` on the measured shape nearest to this one, the host's planning included.
+        Of equally near ones the one of more tokens speaks."""
         rounded = tuple(1 << max(0, round(math.log2(size))) for size in (max(rows, 1), max(tokens, 1)))
-        return str(self._nearest(kind, frozenset(among), head_dim, group, *rounded))
+        return str(self._nearest(kind, frozenset(among), heads, *rounded))
 
-    def _find(self, kind: Kind, among: frozenset[str], head_dim: int, group: int, rows: int, tokens: int) -> str:
-        known = self._comparable(kind, among)
+    def _find(self, kind: Kind, among: frozenset[str], heads: Heads, rows: int, tokens: int) -> str:
+        known = [m for m in self.measurements if m.kind == kind and sum(name in m.us for name in among) > 1]
         if not known:
-            return self._default(among)
-        costs = _costs(min(known, key=lambda m: m.distance(head_dim, group, rows, tokens)), among)
+            return _FIRST if _FIRST in among else min(among)
+        nearest = min(known, key=lambda m: (m.distance(heads, rows, tokens), -m.tokens))
+        costs = {
+            name: us + self.plan_us.get(name, 0.0) / heads.layers for name, us in nearest.us.items() if name in among
+        }
         return min(costs, key=lambda name: (costs[name], name != _FIRST))
 
-    def fastest_of_rows(self, kind: Kind, among: Collection[str], *, head_dim: int, group: int, rows: int) -> str:
-        """For rows of lengths that are not known: the backend that loses least against the fastest, over the measured
-        lengths of the nearest number of rows."""
-        known = self._comparable(kind, among)
-        if not known:
-            return self._default(among)
-        rows = max(rows, 1)
-        distances = {m: m.distance(head_dim, group, rows, m.tokens) for m in known}
-        nearest = min(distances.values())
-        lost = dict.fromkeys(sorted(among), 0.0)
-        for m, distance in distances.items():
-            if distance == nearest:
-                costs = _costs(m, among)
-                for name in lost:
-                    lost[name] += costs.get(name, math.inf) / min(costs.values())
-        return min(lost, key=lambda name: (lost[name], name != _FIRST))
+    def winners(self, kind: Kind, among: Collection[str], heads: Heads, rows: int, most_tokens: int) -> list[str]:
+        """The backends that are the fastest for so many rows of some length up to `most_tokens`."""
+        lengths = [1 << power for power in range(max(1, most_tokens).bit_length())]
+        return sorted({self.fastest(kind, among, heads, rows, tokens) for tokens in (*lengths, most_tokens)})
 
-    def chosen_for_graphs(self, name: str, among: Collection[str], *, head_dim: int, group: int) -> bool:
-        """Whether decode graphs of some size are that backend's."""
-        sizes = {m.rows for m in self.measurements if m.kind == "decode"}
-        heads = {"head_dim": head_dim, "group": group}
-        return any(self.fastest_of_rows("decode", among, rows=rows, **heads) == name for rows in sizes)
+    def prefers(self, name: str, among: Collection[str], heads: Heads) -> bool:
+        """Whether there is a measured shape for which that backend is the choice."""
+        return any(self.fastest(m.kind, among, heads, m.rows, m.tokens) == name for m in self.measurements)
 
-    def prefers(self, name: str, among: Collection[str], *, head_dim: int, group: int) -> bool:
-        """Whether there is a shape of such heads for which that backend is the choice."""
-        heads = {"head_dim": head_dim, "group": group}
-        return any(
-            self.fastest(m.kind, among, rows=m.rows, tokens=m.tokens, **heads) == name for m in self.measurements
-        )
-
-    def _comparable(self, kind: Kind, among: Collection[str]) -> list[Measurement]:
-        return [m for m in self.measurements if m.kind == kind and sum(name in m.us for name in among) > 1]
-
-    @staticmethod
-    def _default(among: Collection[str]) -> str:
-        return _FIRST if _FIRST in among else min(among)
-
-
-def _costs(measurement: Measurement, among: Collection[str]) -> dict[str, float]:
-    """Microseconds per layer, the host's planning included."""
-    return {name: us + _PLAN_US.get(name, 0.0) for name, us in measurement.us.items() if name in among}
+    def speaks_for(self, name: str, capability: tuple[int, int]) -> bool:
+        """Whether the measurements hold on a device of that name and compute capability."""
+        return name == self.device or capability == self.capability
 
 
 def table_of(report: dict[str, Any]) -> dict[str, Any]:
-    """The content of table.json from what `bench.gpu.attention` measured: the best version of each library."""
-    rows = []
+    """The content of table.json from what `bench.gpu.attention` measured: the best version of each library, and the
+    median of its plans."""
+    rows, plans = [], dict[str, list[float]]()
     for found in report["results"]:
         us: dict[str, float] = {}
         for name, value in found["us"].items():
             library = name.partition("-")[0]
             us[library] = round(min(value, us.get(library, value)), 2)
+        for name, value in found["plan_us"].items():
+            plans.setdefault(name.partition("-")[0], []).append(value)
         rows.append({key: found[key] for key in ("kind", "head_dim", "group", "rows", "tokens")} | {"us": us})
-    return {"device": report["device"], "measurements": rows}
+    return {
+        "device": report["device"],
+        "capability": list(report["capability"]),
+        "plan_us": {library: round(statistics.median(values), 1) for library, values in plans.items()},
+        "measurements": rows,
+    }
 
 
 def parse_table(content: dict[str, Any]) -> Table:
     """Raises KeyError or TypeError for content that `table_of` would not write."""
-    return Table(content["device"], tuple(Measurement(**row) for row in content["measurements"]))
+    major, minor = content["capability"]
+    measurements = tuple(Measurement(**row) for row in content["measurements"])
+    return Table(content["device"], measurements, (major, minor), content["plan_us"])
 
 
 @lru_cache(1)
@@ -126,3 +125,22 @@ def measured_table() -> Table:
     if not FILE.exists():
         return Table("", ())
     return parse_table(json.loads(FILE.read_text()))
+
+
+@lru_cache
+def table_for(name: str, capability: tuple[int, int]) -> Table:
+    """The measurements that hold on a device of that name and compute capability; none on one unlike what was measured.
+    The log tells, once per device, where they are another device's."""
+    table = measured_table()
+    if not table.measurements or table.device == name:
+        return table
+    told = {"measured": table.device, "device": name}
+    if table.speaks_for(name, capability):
+        _log.info("attention backends are chosen by measurements of a device of the same kind", extra=told)
+        return table
+    _log.warning(
+        "attention was measured on another kind of device, so that triton computes all of it here; "
+        "`python -m bench.gpu.attention --table engine/attention/table.json` measures this one",
+        extra=told,
+    )
+    return Table("", ())

@@ -1,9 +1,10 @@
 """Decode CUDA graphs: a whole decode step from its staged inputs to the greedy tokens, captured per batch size.
 
 All sizes share the step's buffers (`DeviceInputs`), one memory pool, one logits buffer and one buffer of tokens, so a
-replay is a copy from the host, one launch, and a copy back. Rows that pad a batch up to a graph's size have token 0,
-see nothing, and store their KV nowhere; their results are not looked at. Rows that want more than the likeliest token
-are sampled from the logits afterwards.
+replay is a copy from the host, one launch, and a copy back. Where the attention backend has several ways for so many
+rows, a size has a graph for each, and the step's lengths decide. Rows that pad a batch up to a graph's size have token
+0, see nothing, and store their KV nowhere; their results are not looked at. Rows that want more than the likeliest
+token are sampled from the logits afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from engine.attention.backend import AttentionRows, GraphSelectionMode
 from engine.messages import CapturedGraphs
 from engine.runner.batch import BatchRow, StepBatch
-from engine.runner.capture import Recording, recorder_for
+from engine.runner.capture import Recorder, Recording, recorder_for
 from engine.runner.decode_status import DecodeDecision, DecodeLimits, decide
 from engine.runner.device_forward import DeviceForward
 from engine.runner.device_inputs import DeviceInputs, DeviceStepInputs, device_rows
@@ -32,8 +33,10 @@ _WARM_UPS = 2
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _DecodeGraph:
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """A captured step of so many rows."""
+
     plan: Any  # of the attention backend
     recording: Recording
 
@@ -67,8 +70,7 @@ class DecodeGraphRunner:
         self.memory_bytes = 0
         self._progress = progress
         self._debug_folder = debug_folder
-        self._refreshes = forward.backend.refreshes
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self._graphs: dict[int, list[DecodeGraph]] = {}  # by size: one for each of the backend's plans
         self._released = False
 
     # -- start-up -------------------------------------------------------------------------------------------
@@ -82,7 +84,8 @@ class DecodeGraphRunner:
             raise ValueError(f"decode graphs of {self.limits.sizes} rows: at most {self.inputs.limits.max_rows} fit")
         size = self.limits.sizes[-1]
         self.inputs.stage_blank(size, self.logits.shape[1])
-        self.run_eager(size, self._plan(size))
+        for plan in self._plans(size):
+            self.run_eager(size, plan)
 
     def capture(self, session: CaptureSession) -> None:
         """Largest size first. Raises RuntimeError when a replay gives other logits than the eager run before it."""
@@ -90,26 +93,10 @@ class DecodeGraphRunner:
         recorder = recorder_for(device, self._debug_folder)
         sizes = self.limits.sizes
         for done, size in enumerate(reversed(sizes), 1):
-            began = time.monotonic()
-            plan = self._plan(size)
-
-            def run(size: int = size, plan: Any = plan) -> None:
-                self.run_eager(size, plan)
-
-            self.inputs.stage_blank(size, self.logits.shape[1])
-            for _ in range(_WARM_UPS):
-                recorder.warm_up(run)
-            expected = self.logits[:size].clone()
-            session.begin_capture()
-            recording, _ = recorder.record(run, f"decode_{size}")
-            self.logits[:size].fill_(torch.nan)
-            recording.replay()
-            recorder.settle()
-            # As bits, since logits of random weights may hold NaN
-            if not torch.equal(self.logits[:size].view(torch.int32), expected.view(torch.int32)):
-                raise RuntimeError(f"the decode graph of {size} rows gives other logits than an eager run")
-            self._graphs[size] = _DecodeGraph(plan, recording)
-            self.capture_seconds.append(time.monotonic() - began)
+            self._graphs[size] = [
+                self._capture(size, plan, f"decode_{size}" + f"_{number}" * (number > 1), recorder, session)
+                for number, plan in enumerate(self._plans(size), 1)
+            ]
             self._progress(done, len(sizes))
         self.memory_bytes = recorder.memory_bytes()
         self.inputs.forget_tables()
@@ -122,8 +109,29 @@ class DecodeGraphRunner:
             },
         )
 
+    def _capture(self, size: int, plan: Any, name: str, recorder: Recorder, session: CaptureSession) -> DecodeGraph:
+        began = time.monotonic()
+
+        def run() -> None:
+            self.run_eager(size, plan)
+
+        self.inputs.stage_blank(size, self.logits.shape[1])
+        for _ in range(_WARM_UPS):
+            recorder.warm_up(run)
+        expected = self.logits[:size].clone()
+        session.begin_capture()
+        recording, _ = recorder.record(run, name)
+        self.logits[:size].fill_(torch.nan)
+        recording.replay()
+        recorder.settle()
+        # As bits, since logits of random weights may hold NaN
+        if not torch.equal(self.logits[:size].view(torch.int32), expected.view(torch.int32)):
+            raise RuntimeError(f"the decode graph of {size} rows gives other logits than an eager run")
+        self.capture_seconds.append(time.monotonic() - began)
+        return DecodeGraph(plan, recording)
+
     def report(self) -> CapturedGraphs:
-        return CapturedGraphs(self.role.value, len(self._graphs), self.capture_seconds, self.memory_bytes)
+        return CapturedGraphs(self.role.value, len(self.capture_seconds), self.capture_seconds, self.memory_bytes)
 
     def release(self) -> None:
         """Lets go of the graphs and their memory; a second call does nothing, and a replay raises afterwards."""
@@ -139,41 +147,35 @@ class DecodeGraphRunner:
         """Checks the batch and enqueues the copy of its inputs. Raises ValueError as `DeviceInputs.decode` does."""
         if self._released:
             raise RuntimeError("the decode graphs were released")
-        return self.inputs.decode(batch, size, prepare=self._refreshes)
+        return self.inputs.decode(batch, size, prepare=False)
 
-    def refresh(self, inputs: DeviceStepInputs, size: int) -> None:
-        """Host-side planning of the attention backend for this step, where it has any."""
-        if self._refreshes:
-            self.forward.backend.refresh(self._graphs[size].plan, inputs.rows)
+    def refresh(self, inputs: DeviceStepInputs, size: int) -> DecodeGraph:
+        """The graph that suits the step, after what its attention plans on the host, where it has any."""
+        backend, graphs = self.forward.backend, self._graphs[size]
+        graph = graphs[0] if len(graphs) == 1 else graphs[backend.pick([g.plan for g in graphs], inputs.rows)]
+        backend.refresh(graph.plan, inputs.rows)
+        return graph
 
-    def replay(self, size: int) -> None:
+    def replay(self, graph: DecodeGraph) -> None:
         """Enqueues the step that was staged; the first rows of `logits`, and what `greedy` wrote, are its results."""
-        self._graphs[size].recording.replay()
+        graph.recording.replay()
 
     def run_eager(self, size: int, plan: Any) -> None:
         """What a graph of `size` rows holds, launch by launch."""
         buffers = self.inputs.cut(size)
-        if not self._refreshes:
-            self.inputs.prepare_decode(size)
+        self.inputs.prepare_decode(size)
+        self.forward.backend.begin(plan)
         stream = self.forward(buffers.token_ids, buffers.positions, buffers.slots, plan)
         self.greedy(self.forward.logits(stream, out=self.logits[:size]))
 
-    def plan_of(self, size: int) -> Any:
-        """The plan that the graph of `size` rows was captured with."""
-        return self._graphs[size].plan
-
-    def _plan(self, size: int) -> Any:
+    def _plans(self, size: int) -> list[Any]:
         """For rows of any length up to the table's width."""
-        buffers = self.inputs.cut(size)
         width = self.inputs.limits.max_blocks
         rows = AttentionRows(
             starts=[0] * size,
             lengths=[1] * size,
             block_tables=[[0]] * size,
             num_decode=size,
-            device=device_rows(buffers, 1, width * self.inputs.block_size),
+            device=device_rows(self.inputs.cut(size), 1, width * self.inputs.block_size),
         )
-        if self._refreshes:
-            self.inputs.stage_blank(size, self.logits.shape[1])
-            self.inputs.prepare_decode(size)
-        return self.forward.backend.graph_plan(rows, selection_mode=GraphSelectionMode.DECODE_GRAPH)
+        return self.forward.backend.graph_plans(rows, selection_mode=GraphSelectionMode.DECODE_GRAPH)

@@ -306,11 +306,11 @@ class DeviceSteps:
             return self.inputs.decode(batch), decision
         inputs = graphs.stage(batch, decision.size)
         try:
-            graphs.refresh(inputs, decision.size)
+            graph = graphs.refresh(inputs, decision.size)
         except Exception as error:
             self._log_failure("a decode graph could not be prepared; the step runs eagerly", error)
             return self.inputs.decode(batch), DecodeDecision(DecodeGraphStatus.ERROR)
-        graphs.replay(decision.size)
+        graphs.replay(graph)
         return inputs, decision
 
     def _log_failure(self, what: str, error: Exception) -> None:

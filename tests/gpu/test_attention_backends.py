@@ -118,6 +118,7 @@ def test_a_decode_graph_replayed_with_rows_of_other_lengths_equals_eager(backend
     outs: dict[int | None, torch.Tensor] = {}
 
     def step() -> None:
+        backend.begin(plan)
         for window in WINDOWS[backend.name]:
             outs[window] = backend.attend(plan, backend.bind(pool), q, q, window)
 

@@ -274,6 +274,7 @@ class PrefillGraphRunner:
         override = None if self._values is None else Override(arrays.overridden, self._values[:size])
         positions = arrays.position_ids if self._axes else arrays.positions
         slots = arrays.slots[self._tag]
+        forward.backend.begin(bucket.plan)
         stream = forward(arrays.token_ids, positions, slots, bucket.plan, override=override)
         stream.hidden_into(self._hidden[:size])
         logits = self.logits[: bucket.layout.max_requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from engine.attention import table as tables
-from engine.attention.backend import BatchLimits, GraphSelectionMode
+from engine.attention.backend import AttentionRows, BatchLimits, GraphSelectionMode
 from engine.attention.flashinfer_backend import FlashInferBackend, page_lists
+from engine.attention.measured_backend import MeasuredBackend
 from engine.attention.selection import select_backend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
@@ -110,8 +112,6 @@ def test_an_unknown_selection_mode_raises(device: torch.device) -> None:
 def test_flashinfer_declares_no_prefill_graph() -> None:
     assert FlashInferBackend.capabilities.decode_graph
     assert not FlashInferBackend.capabilities.prefill_graph
-    assert FlashInferBackend.refreshes
-    assert not TritonBackend.refreshes
 
 
 # -- FlashInfer's lists ------------------------------------------------------------------------------------------
@@ -138,6 +138,8 @@ def measured(*rows: tuple[str, int, int, float, float]) -> tables.Table:
     return tables.parse_table(
         {
             "device": "test",
+            "capability": [9, 0],
+            "plan_us": {"flashinfer": 80.0},
             "measurements": [
                 {
                     "kind": kind,
@@ -154,57 +156,178 @@ def measured(*rows: tuple[str, int, int, float, float]) -> tables.Table:
 
 
 BOTH = ("triton", "flashinfer")
-HEADS_OF_8B = {"head_dim": 128, "group": 4}
+HEADS_OF_8B = tables.Heads(head_dim=128, group=4, layers=32)
 
 
 def test_the_fastest_backend_of_the_nearest_shape_is_chosen() -> None:
     table = measured(("decode", 1, 1024, 5, 20), ("decode", 64, 8192, 600, 500), ("prefill", 1, 8192, 1400, 900))
-    assert table.fastest("decode", BOTH, rows=2, tokens=900, **HEADS_OF_8B) == "triton"
-    assert table.fastest("decode", BOTH, rows=50, tokens=9000, **HEADS_OF_8B) == "flashinfer"
-    assert table.fastest("prefill", BOTH, rows=3, tokens=100, **HEADS_OF_8B) == "flashinfer"
-    assert table.fastest("prefill", ("triton",), rows=3, tokens=100, **HEADS_OF_8B) == "triton"
+    assert table.fastest("decode", BOTH, HEADS_OF_8B, 2, 900) == "triton"
+    assert table.fastest("decode", BOTH, HEADS_OF_8B, 50, 9000) == "flashinfer"
+    assert table.fastest("prefill", BOTH, HEADS_OF_8B, 3, 100) == "flashinfer"
+    assert table.fastest("prefill", ("triton",), HEADS_OF_8B, 3, 100) == "triton"
 
 
 def test_a_small_gain_does_not_pay_for_a_plan_on_the_host() -> None:
-    table = measured(("decode", 1, 1024, 6.0, 4.0))
-    assert table.fastest("decode", BOTH, rows=1, tokens=1024, **HEADS_OF_8B) == "triton"
-    assert not table.prefers("flashinfer", BOTH, **HEADS_OF_8B)
+    """80 us of the host for a step are 2.5 for each of 32 layers."""
+    for gain, chosen in ((2.0, "triton"), (3.0, "flashinfer")):
+        table = measured(("decode", 1, 1024, 6.0, 6.0 - gain))
+        assert table.fastest("decode", BOTH, HEADS_OF_8B, 1, 1024) == chosen
+        assert table.prefers("flashinfer", BOTH, HEADS_OF_8B) is (chosen == "flashinfer")
+    few_layers = replace(HEADS_OF_8B, layers=16)
+    assert table.fastest("decode", BOTH, few_layers, 1, 1024) == "triton"
 
 
 def test_without_measurements_triton_is_chosen() -> None:
     table = tables.Table("", ())
-    assert table.fastest("prefill", BOTH, rows=1, tokens=8192, **HEADS_OF_8B) == "triton"
-    assert table.fastest_of_rows("decode", BOTH, rows=64, **HEADS_OF_8B) == "triton"
-    assert not table.prefers("flashinfer", BOTH, **HEADS_OF_8B)
+    assert table.fastest("prefill", BOTH, HEADS_OF_8B, 1, 8192) == "triton"
+    assert table.winners("decode", BOTH, HEADS_OF_8B, 64, 8192) == ["triton"]
+    assert not table.prefers("flashinfer", BOTH, HEADS_OF_8B)
 
 
-def test_a_graph_goes_to_the_backend_that_loses_least_for_so_many_rows() -> None:
+def test_a_number_of_rows_has_the_winners_of_every_length_that_it_can_have() -> None:
     table = measured(
         ("decode", 1, 1024, 5, 20),
-        ("decode", 64, 1024, 90, 80),
+        ("decode", 64, 1024, 80, 90),
         ("decode", 64, 8192, 600, 500),
-        ("decode", 256, 1024, 250, 260),
+        ("decode", 256, 1024, 250, 240),
     )
-    chosen = {rows: table.fastest_of_rows("decode", BOTH, rows=rows, **HEADS_OF_8B) for rows in (1, 4, 48, 64, 256)}
-    assert chosen == {1: "triton", 4: "triton", 48: "flashinfer", 64: "flashinfer", 256: "triton"}
-    assert table.chosen_for_graphs("flashinfer", BOTH, **HEADS_OF_8B)
-    only_prompts = measured(("decode", 1, 1024, 5, 20), ("prefill", 1, 8192, 1400, 900))
-    assert not only_prompts.chosen_for_graphs("flashinfer", BOTH, **HEADS_OF_8B)
+    winners = {
+        (rows, most): table.winners("decode", BOTH, HEADS_OF_8B, rows, most)
+        for rows, most in ((1, 1024), (64, 1024), (64, 8192), (256, 512))
+    }
+    assert winners == {
+        (1, 1024): ["triton"],
+        (64, 1024): ["triton"],
+        (64, 8192): ["flashinfer", "triton"],
+        (256, 512): ["flashinfer"],
+    }
 
 
 def test_the_table_is_made_of_the_best_version_that_a_benchmark_measured() -> None:
     shape = {"kind": "prefill", "rows": 1, "tokens": 8192, "head_dim": 128, "group": 4}
     us = {"triton": 1400.0, "flashinfer-fa3": 900.0, "flashinfer-fa2": 1300.0}
-    found = shape | {"page": 64, "us": us, "error": {}, "failed": {}, "floor_us": 700.0}
-    table = tables.parse_table(tables.table_of({"device": "H200", "read_bandwidth": 4e12, "results": [found]}))
-    assert table.device == "H200"
+    found = shape | {"page": 64, "us": us, "error": {}, "failed": {}, "floor_us": 700.0, "plan_us": {}}
+    results = [found, *({**found, "plan_us": {"flashinfer-fa2": plan}} for plan in (60.0, 90.0, 70.0))]
+    report = {"device": "H200", "capability": (9, 0), "read_bandwidth": 4e12, "results": results}
+    table = tables.parse_table(json.loads(json.dumps(tables.table_of(report))))
+    assert (table.device, table.capability, table.plan_us) == ("H200", (9, 0), {"flashinfer": 70.0})
     assert table.measurements[0].us == {"triton": 1400.0, "flashinfer": 900.0}
 
 
-def test_the_table_of_this_installation_is_readable() -> None:
+def test_the_table_of_this_installation_is_readable_and_chooses_what_it_measured() -> None:
     table = tables.measured_table()
     assert all(m.us and min(m.us.values()) > 0 for m in table.measurements)
     assert (Path(tables.__file__).parent / "table.json").exists() == bool(table.device)
+    for m in table.measurements:
+        costs = {name: us + table.plan_us.get(name, 0) / 32 for name, us in m.us.items()}
+        assert costs[table.fastest(m.kind, BOTH, HEADS_OF_8B, m.rows, m.tokens)] == min(costs.values())
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "speaks", "level"),
+    [
+        ("NVIDIA H200", (9, 0), True, None),
+        ("NVIDIA H100 80GB HBM3", (9, 0), True, "INFO"),
+        ("NVIDIA B200", (10, 0), False, "WARNING"),
+        ("NVIDIA L40S", (8, 9), False, "WARNING"),
+    ],
+)
+def test_a_table_of_another_device_holds_for_the_same_capability_alone_and_the_log_says_so_once(
+    device: str, capability: tuple[int, int], speaks: bool, level: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured_on = tables.measured_table()
+    assert (measured_on.device, measured_on.capability) == ("NVIDIA H200", (9, 0))
+    caplog.set_level("INFO")
+    tables.table_for.cache_clear()
+    try:
+        for _ in range(3):
+            found = tables.table_for(device, capability)
+    finally:
+        tables.table_for.cache_clear()
+    assert (found is measured_on) is speaks
+    assert bool(found.measurements) is speaks
+    said = [(record.levelname, record.measured, record.device) for record in caplog.records]  # type: ignore[attr-defined]
+    assert said == ([] if level is None else [(level, "NVIDIA H200", device)])
+
+
+# -- two backends behind one ---------------------------------------------------------------------------------------
+
+
+class Named(TritonBackend):
+    """Triton's kernels under another name, which notes what it is asked for."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(HEADS, KV_HEADS, DIM, device=device, limits=LIMITS)
+        self.name = name
+        self.asked: list[str] = []
+
+    def list_rows(self, rows: AttentionRows) -> None:
+        self.asked.append("list")
+
+    def begin(self, plan: Any) -> None:
+        self.asked.append("begin")
+
+    def refresh(self, plan: Any, rows: AttentionRows) -> None:
+        self.asked.append("refresh")
+
+    def attend_decode(self, *arguments: Any) -> None:
+        self.asked.append("decode")
+        super().attend_decode(*arguments)
+
+    def attend_prefill(self, *arguments: Any) -> None:
+        self.asked.append("prefill")
+        super().attend_prefill(*arguments)
+
+
+@pytest.fixture
+def both(device: torch.device) -> tuple[MeasuredBackend, Named, Named]:
+    """Short decode rows are triton's, long ones and prompts flashinfer's."""
+    table = measured(("decode", 4, 16, 5, 20), ("decode", 4, 128, 900, 500), ("prefill", 1, 16, 90, 50))
+    first, second = Named("triton", device), Named("flashinfer", device)
+    return MeasuredBackend(first, second, table, replace(HEADS_OF_8B, head_dim=128)), first, second
+
+
+def test_a_mixed_step_lists_its_rows_once_for_each_backend_that_takes_a_part(
+    both: tuple[MeasuredBackend, Named, Named], device: torch.device
+) -> None:
+    measured_backend, triton_part, other = both
+    for spans, expected in (
+        ([(100, 1), (120, 1), (0, 9)], ([], ["list", "decode", "prefill"])),
+        ([(3, 1), (5, 1), (0, 9)], (["list", "decode"], ["list", "prefill"])),
+        ([(3, 1), (5, 1)], (["list", "decode"], [])),
+    ):
+        triton_part.asked.clear()
+        other.asked.clear()
+        rows = step_rows(spans, device, block_size=BLOCK)
+        pool = torch.randn(1 + sum(map(len, rows.block_tables)), 2, KV_HEADS, BLOCK, DIM, device=device)
+        q = torch.randn(sum(rows.lengths), HEADS, DIM, device=device)
+        found = measured_backend.attend(measured_backend.plan(rows), pool, q, q, None)
+        assert (triton_part.asked, other.asked) == expected
+        alone = triton(device)
+        assert torch.equal(found, alone.attend(alone.plan(rows), pool, q, q, None))
+
+
+def test_a_graph_size_where_both_win_has_a_graph_of_each_and_steps_take_the_one_for_their_lengths(
+    both: tuple[MeasuredBackend, Named, Named], device: torch.device
+) -> None:
+    measured_backend, triton_part, other = both
+    mode = GraphSelectionMode.DECODE_GRAPH
+    long, short = (step_rows([(start, 1)] * 4, device, block_size=BLOCK) for start in (100, 7))
+    plans = measured_backend.graph_plans(long, selection_mode=mode)
+    names = [plan.decode.backend.name for plan in plans]
+    assert names == ["flashinfer", "triton"]
+    assert names[measured_backend.pick(plans, long)] == "flashinfer"
+    assert names[measured_backend.pick(plans, short)] == "triton"
+    for plan, used, idle in zip(plans, (other, triton_part), (triton_part, other), strict=True):
+        triton_part.asked.clear()
+        other.asked.clear()
+        measured_backend.refresh(plan, long)
+        measured_backend.begin(plan)
+        assert (used.asked, idle.asked) == (["refresh", "begin"], [])
+    [prompts] = measured_backend.graph_plans(
+        step_rows([(0, 9)], device, block_size=BLOCK), selection_mode=GraphSelectionMode.PREFILL_GRAPH
+    )
+    assert prompts.prefill.backend is triton_part
 
 
 # -- selection ---------------------------------------------------------------------------------------------------

@@ -195,7 +195,6 @@ def test_decode_graph_when_preparing_it_fails_then_the_step_runs_eagerly_and_the
         raise RuntimeError("no plan for these rows")
 
     with monkeypatch.context() as broken:
-        broken.setattr(runner.device_steps.decode_graphs, "_refreshes", True)
         broken.setattr(runner.backend, "refresh", fail)
         for _ in range(3):
             found = runner.execute(batch)
