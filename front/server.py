@@ -28,7 +28,7 @@ from front.kv_index import KvIndex
 from front.reception import Reception
 from front.settings import FrontSettings
 from front.status_board import StatusBoard
-from front.transfer_health import TransferHealth
+from front.transfer_health import OWN_FAILURES, READERS_FAILURES, TransferHealth
 from front.wire import ledger_page
 from front.worker_service import WorkerFacts, WorkerService, fill_status
 from protos import worker_pb2, worker_pb2_grpc
@@ -83,6 +83,7 @@ class FrontServer:
             metrics=self.metrics,
             drain=lambda: self.drain,
             access_log=self._write_access_line,
+            arrival_log=self._write_arrival if self.access_log.arrivals else None,
             max_rpc_s=settings.max_rpc_timeout_s,
             stop_wait_s=settings.stop_stream_wait_timeout_ms / 1000,
         )
@@ -94,7 +95,7 @@ class FrontServer:
             changed=self._state_changed,
         )
         self.kv_index = KvIndex()
-        self.transfers = TransferHealth()
+        self.transfers = TransferHealth(own=OWN_FAILURES if role.name == "prefill" else READERS_FAILURES)
         self.board = StatusBoard(self._fill_status)
         self.feed = EngineFeed(
             rank=0,
@@ -197,8 +198,11 @@ class FrontServer:
         }
 
     def _write_access_line(self, line: Mapping[str, object]) -> None:
-        fields = {name: value for name, value in line.items() if name not in ("request_id", "code", "code_name")}
-        self.access_log.record(request_id=str(line["request_id"]), code=str(line["code_name"]), **fields)
+        fields: dict[str, Any] = {name: value for name, value in line.items() if name not in ("code", "code_name")}
+        self.access_log.record(code=str(line["code_name"]), servers={self.role.name: self.grpc_address()}, **fields)
+
+    def _write_arrival(self, line: Mapping[str, Any]) -> None:
+        self.access_log.arrived(servers={self.role.name: self.grpc_address()}, **line)
 
     def log_dropped(self) -> None:
         """A log line had no room in its writer's queue. May be called from any thread."""
@@ -350,7 +354,7 @@ class FrontServer:
         await self.grpc.stop(FAST_RPC_STOP_S if fast else RPC_STOP_S)
         await self.engine.client.stop(FAST_ENGINE_STOP_S if fast else ENGINE_STOP_S)
         await self.side.stop(0.2)
-        self.access_log.close()
+        self.access_log.close(self.lifecycle.time_left(self.settings.drain_timeout_secs))
         self.lifecycle.uninstall()
 
     # -- health -------------------------------------------------------------------------------------------------

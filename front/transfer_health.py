@@ -1,14 +1,15 @@
-"""Whether the transfers that this server serves keep failing through its own fault. Pure; the clock is injected."""
+"""Whether the transfers of this server keep failing through its own fault. Pure; the clock is injected."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from engine.messages import Observation
 from rpc.errors import ErrorCode
 
-# Failures that lie with the sending side. A reader that left, asked for the wrong thing or came too early is not one.
+# Failures that lie with the side that reports them. A reader that left, asked for the wrong thing or came too early is
+# not one, and what a reader is told of is the sender's.
 OWN_FAILURES = frozenset(
     code.name
     for code in (
@@ -19,6 +20,9 @@ OWN_FAILURES = frozenset(
         ErrorCode.READ_TRANSFER_NOT_DONE,
     )
 )
+READERS_FAILURES = OWN_FAILURES - {ErrorCode.CACHE_STORE_STORE_FAILED.name}
+# A transfer that was read to its end, as the sender and as the reader book it.
+_HEALING = frozenset((("baton_kv_lease_hold_seconds", "released"), ("baton_kv_transfer_seconds", "ok")))
 
 
 class TransferHealth:
@@ -28,7 +32,15 @@ class TransferHealth:
     healthy, so after `window_s` it is tried again.
     """
 
-    def __init__(self, threshold: int = 5, window_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        threshold: int = 5,
+        window_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        own: Collection[str] = OWN_FAILURES,
+    ) -> None:
+        self._own = own
         self._threshold = threshold
         self._window_s = window_s
         self._clock = clock
@@ -42,10 +54,10 @@ class TransferHealth:
     def note(self, observations: Iterable[Observation]) -> None:
         """Books the news of one engine step."""
         for item in observations:
-            if item.name == "baton_kv_transfer_failures_total" and item.labels.get("reason") in OWN_FAILURES:
+            if item.name == "baton_kv_transfer_failures_total" and item.labels.get("reason") in self._own:
                 if self._clock() - self._last_failure >= self._window_s:
                     self._failures = 0.0
                 self._failures += item.value
                 self._last_failure = self._clock()
-            elif item.name == "baton_kv_lease_hold_seconds" and item.labels.get("outcome") == "released":
+            elif (item.name, item.labels.get("outcome")) in _HEALING:
                 self._failures = 0.0

@@ -44,6 +44,7 @@ from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import status_from_wire
 from rpc.metrics import Registry as Metrics
+from rpc.server import PRIVATE_KEY
 
 _log = logging.getLogger(__name__)
 
@@ -245,6 +246,8 @@ class Attempt:
             metadata += (("traceparent", request.traceparent),)
             if request.tracestate:
                 metadata += (("tracestate", request.tracestate),)
+        if request.owner is not None and request.owner.private:
+            metadata += ((PRIVATE_KEY, "1"),)
         return metadata
 
     def _open_decode(self, worker: Worker) -> None:
@@ -386,7 +389,7 @@ class Attempt:
 
     def _prefill_failed(self, leg: Leg, error: BatonError) -> None:
         leg.end(error)
-        self._context.registry.note_failure(leg.worker, error)
+        self._context.registry.note_failure(leg.worker, error, told=leg.ended_by_server)
         if self._late_end is None and (self._decode is None or not self._decode.generating):
             self.blamed.add(leg.worker)
             raise error
@@ -401,7 +404,7 @@ class Attempt:
         cause = _cause_of(error)
         theirs = cause in _PREFILL_CAUSES and prefill is not None
         leg.end(error, blamed=not theirs)
-        self._context.registry.note_failure(leg.worker, error)
+        self._context.registry.note_failure(leg.worker, error, told=leg.ended_by_server)
         if self._early_end is not None:
             self._out.append(self._early_end)
             return

@@ -216,14 +216,14 @@ class WorkerRegistry:
 
     # -- what requests report
 
-    def note_failure(self, worker: Worker, error: BatonError) -> None:
+    def note_failure(self, worker: Worker, error: BatonError, *, told: bool = False) -> None:
         """A call to the server failed. A failure that puts its life in doubt takes it out until a check
-        passes."""
+        passes. `told`: the server said so itself, hence its connection works, whatever code it names."""
         if worker.removed:
             return
         if error.code is ErrorCode.SERVER_DRAINING and worker.state == "ready":
             worker.doubt = "refused a request because it is shutting down"
-        elif error.code in _CONNECTION_CODES:
+        elif error.code in _CONNECTION_CODES and (not told or error.code is ErrorCode.ENGINE_DEAD):
             worker.doubt = f"a call failed with {error.code.name}"
         elif error.code is ErrorCode.PEER_RESTARTED:
             # The facts are of an engine that is gone. Its server's status stream will tell, and may have

@@ -382,8 +382,12 @@ def http_error_body(error: BatonError) -> dict[str, Any]:
 
 
 def http_error_headers(error: BatonError, request_id: str = "") -> dict[str, str]:
-    """Headers of an error response; `Retry-After` (whole seconds, at least 1) with 429 and 503."""
+    """Headers of an error response; `Retry-After` (whole seconds, at least 1) with 429 and 503. `x-baton-cause` names
+    the code behind a failed load."""
     headers = {"x-baton-error": error.code.name}
+    cause, number = error.metadata.get("cause", ""), error.metadata.get("cause_code", "")
+    if cause in ErrorCode.__members__ and number == str(int(ErrorCode[cause])):
+        headers["x-baton-cause"] = f"{cause}; code={number}"
     if request_id:
         headers["X-Request-Id"] = request_id
     if error.spec.sends_retry_after:

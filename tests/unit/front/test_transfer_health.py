@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.messages import Observation
-from front.transfer_health import TransferHealth
+from front.transfer_health import READERS_FAILURES, TransferHealth
 
 
 class Clock:
@@ -54,4 +54,18 @@ def test_failing_when_nothing_happens_for_the_window_then_it_is_tried_again() ->
 def test_failing_when_the_readers_are_at_fault_then_the_server_stays_ready(reason: str) -> None:
     health = TransferHealth(clock=Clock())
     health.note([failures(50, reason)])
+    assert not health.failing
+
+
+def test_failing_when_a_reader_is_told_of_the_senders_failures_then_it_stays_ready_and_its_own_heal_with_a_load() -> (
+    None
+):
+    health = TransferHealth(own=READERS_FAILURES)
+    told = Observation("baton_kv_transfer_failures_total", {"reason": "CACHE_STORE_STORE_FAILED"}, 1)
+    health.note([told] * 10)
+    assert not health.failing
+    own = Observation("baton_kv_transfer_failures_total", {"reason": "CACHE_STORE_LOAD_UNKNOWN_ERROR"}, 1)
+    health.note([own] * 5)
+    assert health.failing
+    health.note([Observation("baton_kv_transfer_seconds", {"transport": "grpc", "outcome": "ok"}, 0.1)])
     assert not health.failing

@@ -1,0 +1,173 @@
+"""Every code of the error table, raised in one process and read by the client of another.
+
+The way of a code: from a prefill or decode server through the router to HTTP and gRPC clients, and from a cache store
+through the decode server and the router. Fault points of the real processes raise it, by the beginning of the
+request's id; what the client must see is the documented table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+
+from protos import generation_pb2
+from rpc.errors import ErrorCode
+from tests.conformance import refusals
+from tests.conformance.live_cluster import COMPLETIONS, MODEL, PROMPT
+from tests.conformance.refusals import Refusal, documented
+from tests.integration.cluster import Cluster, wait_for
+from tests.integration.generation_client import GenerationClient, request_of
+from tests.unit.engine.tiny_models import tiny_model
+
+CODES = [code for code in ErrorCode if code is not ErrorCode.NONE_ERROR]
+# Where a code is raised: the letter of the ids, the fault point with its fixed labels, the label that has the id.
+PLACES = {
+    "p": ("request.admit", "role=prefill,", "request_key"),
+    "d": ("request.admit", "role=decode,", "request_key"),
+    "c": ("cache_store.load_open", "", "key"),
+}
+
+
+def raised(letter: str, code: ErrorCode) -> str:
+    """Beginning of the ids of requests that fail with `code` at this place."""
+    return f"{letter}-{int(code)}-"
+
+
+def faults() -> str:
+    raises = [
+        f"{point}:raise={code.name},{fixed}{label}={raised(letter, code)}*"
+        for letter, (point, fixed, label) in PLACES.items()
+        for code in CODES
+    ]
+    # The decode leg fails first: once the first token is out, a stream has its status.
+    return ";".join([*raises, "prefill.answer:delay=1,request_key=d-*", "prefill.answer:delay=0.03,request_key=c-*"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    names = ("--served-model-name", MODEL)
+    with Cluster(
+        1, 1, model=tiny_model("llama"), env={"BATON_FAULTS": faults()},
+        prefill_flags=names, decode_flags=(*names, "--kv-load-failure-policy", "fail", "--no-allow-local-prefill"),
+        # What a server says is to be seen, not to be made good.
+        router_flags=(
+            *names, "--retry-max-retries", "0", "--migration-limit", "0", "--cb-failure-threshold", "10000",
+        ),
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{cluster.router.http}", timeout=15.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[GenerationClient]:
+    with GenerationClient(cluster.router.grpc) as found:
+        yield found
+
+
+def over_http(http: httpx.Client, request_id: str, stream: bool) -> Refusal:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "stream": stream}
+    return refusals.of_response(http.post(COMPLETIONS, json=body, headers={"X-Request-Id": request_id}))
+
+
+def over_grpc(client: GenerationClient, request_id: str) -> Refusal:
+    request: generation_pb2.GenerateRequest = request_of([5, 6, 7, 8], 4, request_id=request_id)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.stub.Generate(request, timeout=15.0))
+    return refusals.of_call(caught.value)
+
+
+def seen_outside(letter: str, code: ErrorCode) -> ErrorCode:
+    """What the client gets for a code that was raised at a place."""
+    if letter == "c":
+        return ErrorCode.LOAD_KV_CACHE_FAILED
+    if letter == "d" and code is ErrorCode.MALLOC_FAILED:
+        return ErrorCode.DECODE_MALLOC_FAILED
+    return code
+
+
+def error_lines(cluster: Cluster) -> dict[str, list[tuple[str, str]]]:
+    """Process and code of the ERROR lines, by the request that they are about."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for process in (*cluster.servers, cluster.router):
+        for line in process.log_lines():
+            if line.get("level") in ("error", "critical"):
+                found.setdefault(str(line.get("request_id")), []).append((process.name, str(line.get("code"))))
+    return found
+
+
+@pytest.mark.parametrize("letter", PLACES, ids=["prefill", "decode", "cache_store"])
+def test_code_when_it_is_raised_behind_the_router_then_every_client_gets_it_with_its_status(
+    cluster: Cluster, http: httpx.Client, client: GenerationClient, letter: str
+) -> None:
+    addresses = [address for server in cluster.servers for address in (server.grpc, server.http, *server.cache_store)]
+    for code in CODES:
+        expected = seen_outside(letter, code)
+        found = {}
+        # The load of a cache store may fail after the first token.
+        for surface in ("http", "grpc") if letter == "c" else ("http", "stream", "grpc"):
+            request_id = f"{raised(letter, code)}{surface}"
+            if surface == "grpc":
+                refusal = over_grpc(client, request_id)
+            else:
+                refusal = over_http(http, request_id, surface == "stream")
+            where = f"{code.name} from {letter} over {surface}: {refusal}"
+            assert refusal.code == int(expected), where
+            assert refusal.request_id == request_id, where
+            # One clean sentence for the client: no address of a server in it.
+            assert not any(address in refusal.message for address in addresses), where
+            assert refusal.message.isprintable(), where
+            found[surface] = refusal
+        assert len({refusal.message for refusal in found.values()}) == 1
+        metadata = found["grpc"].metadata
+        if letter == "c":
+            # It serves on; and several failures of its own in a row, with no load that succeeds, make a server unready.
+            assert client.generate([5, 6, 7, 8], 2).finish_reason == "length"
+        if letter == "c" and code is expected:
+            assert metadata["fault"] == "cache_store.load_open"  # it is what it becomes
+        elif letter == "c":
+            assert (metadata["cause_code"], metadata["cause"]) == (str(int(code)), code.name)
+            assert found["http"].metadata == {"cause_code": str(int(code)), "cause": code.name}
+        else:
+            assert metadata["fault"] == "request.admit"
+            assert metadata["stage"] == "admit"
+        # The server behind it says in its records with what it ended, once.
+        server = cluster.prefill[0] if letter == "p" else cluster.decode[0]
+        record = server.finished(f"{raised(letter, code)}grpc")
+        assert record["code_name"] == expected.name
+        assert record["error_stage"] == ("publish" if letter == "c" else "admit")  # of the process that failed first
+
+
+def test_log_when_every_code_was_raised_then_each_failure_of_the_servers_is_one_error_line(
+    cluster: Cluster, http: httpx.Client
+) -> None:
+    lines = error_lines(cluster)
+    wrong = {}
+    for letter in PLACES:
+        for code in CODES:
+            request_id, expected = f"{raised(letter, code)}http", seen_outside(letter, code)
+            status = documented()[int(expected)].http
+            # What is the client's own doing stands in the access log; how much time it had was its choice as well.
+            silent = (status is not None and status < 500) or expected is ErrorCode.GENERATE_TIMEOUT
+            if lines.get(request_id, []) != ([] if silent else [("router-0", expected.name)]):
+                wrong[request_id] = lines.get(request_id)
+    assert wrong == {}
+    assert cluster.errors_without_code() == []
+
+
+def test_cluster_when_every_code_was_raised_then_nothing_is_left_and_it_serves(
+    cluster: Cluster, http: httpx.Client
+) -> None:
+    cluster.assert_clean_ledgers(5.0)
+    cluster.wait_router_ready()
+    answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4})
+    assert answer.status_code == 200, answer.text
+    wait_for("no open request", lambda: not any(server.requests()["open"] for server in cluster.servers), 5.0)
+    assert cluster.router.metric("baton_http_inflight_requests", route=COMPLETIONS) == 0
