@@ -113,9 +113,14 @@ class Tokenizer:
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
-        )
+        return await loop.run_in_executor(self._threads, self._encode_unlocked, text, add_special_tokens)
+
+    def _encode_unlocked(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The library's `encode` keeps Python's lock from beginning to end, and so stops every thread; encoding a batch
+        # does not. This kind works out no offsets, which saves a third of the time.
+        [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
+        return ids
 
     # -- ids to text
 
