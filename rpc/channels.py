@@ -120,6 +120,10 @@ class Connection:
             stub = self._entry.stubs[kind] = kind(self._entry.channel)
         return cast(S, stub)
 
+    def saw_ready(self) -> None:
+        """The caller saw the channel with a connection, which the pool may hear of a moment later."""
+        self._ready_before = True
+
     def was_ready(self) -> bool:
         """Whether a connection stood when the call began or was made since."""
         return self._ready_before or self._entry.connections > self._connections_before
@@ -227,6 +231,7 @@ class ChannelPool:
                     if connection.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
                         raise
                 else:
+                    connection.saw_ready()
                     return connection
 
     def statistics(self) -> dict[str, int]:
