@@ -15,6 +15,7 @@ thread count are alive together; while one side works the other is idle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -113,9 +114,12 @@ class Baseline:
         return self._answer()
 
     def close(self) -> None:
+        """Ends the process, whatever it does now: it has nothing to save."""
         assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait(timeout=30)
+        self._child.kill()
+        with contextlib.suppress(BrokenPipeError):  # a question that was never sent
+            self._child.stdin.close()
+        self._child.wait()
 
 
 def random_prompt(tokens: int, output: int, rng: random.Random) -> Prompt:

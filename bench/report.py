@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -176,6 +177,10 @@ def show_circumstances(page: Page, model: str, threads: int, rounds: int) -> Non
     )
 
 
+def _stop(number: int, _: object) -> None:
+    raise SystemExit(128 + number)  # on the way out, whatever was started is ended
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="model folder (default: the embedded model)")
@@ -187,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.rounds < 1 or arguments.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
     page = Page()
+    signal.signal(signal.SIGTERM, _stop)
     try:
         folder = prepare_model(arguments.model or None, None, progress=False)
         page.line("# Benchmarks\n")
