@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from engine.messages import SamplingParams
+from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import clear_prompt, reference
 from tests.conformance.test_right_tokens import BLOCK
-from tests.integration.cluster import Cluster, ServerProcess
-from tests.integration.generation_client import GenerationClient
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
+from tests.integration.generation_client import TIMEOUT_S, GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
@@ -60,13 +61,21 @@ def preemptions(server: ServerProcess) -> float:
     return server.metric("baton_preemptions_total", reason="blocks") or 0.0
 
 
+def all_are_there(cluster: Cluster) -> bool:
+    """Whether either decode server knows its half of the requests, whose choices it counts as one."""
+    return [len(server.requests()["open"]) for server in cluster.decode] == [8, 8]
+
+
 @pytest.mark.parametrize("n", [1, 2], ids=["pd", "colocated"])
 def test_tokens_when_requests_are_preempted_then_those_of_a_request_that_is_alone(
     cluster: Cluster, expected: list[tuple[list[int], dict[str, Any], list[int]]], n: int
 ) -> None:
     before = [preemptions(server) for server in cluster.decode]
     with GenerationClient(cluster.router.grpc) as client:
-        opened = [client.open(prompt, TOKENS, n=n, salt=f"n-{n}", **options) for prompt, options, _ in expected]
+        # The engines begin when all requests are there, so that each has too many of them however fast they come.
+        with frozen(cluster.decode[0]), frozen(cluster.decode[1]):
+            opened = [client.open(prompt, TOKENS, n=n, salt=f"n-{n}", **options) for prompt, options, _ in expected]
+            wait_for("the requests on both decode servers", lambda: all_are_there(cluster), TIMEOUT_S)
         for generation, (prompt, options, answer) in zip(opened, expected, strict=True):
             first = generation.answers()[0]
             assert first.token_ids == answer, f"prompt of {len(prompt)}, {options}"

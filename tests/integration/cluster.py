@@ -263,6 +263,9 @@ class Cluster:
         self._limit_s = start_limit_s
         self._started: list[ServerProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="baton-cluster-")
+        # What the processes keep for a while is here too: apart from that of others, and gone with the cluster.
+        self.temporary = Path(self._folder.name) / "tmp"
+        self.temporary.mkdir()
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -326,7 +329,7 @@ class Cluster:
 
     def _start(self, role: str, flags: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
         number = sum(1 for process in self._started if process.role == role)
-        process = ServerProcess(role, number, flags, env, Path(self._folder.name))
+        process = ServerProcess(role, number, flags, {"TMPDIR": str(self.temporary), **env}, Path(self._folder.name))
         self._started.append(process)
         return process
 

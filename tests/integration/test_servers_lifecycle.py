@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,15 +50,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def engine_folders() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("baton-engine-*")}
+@pytest.fixture
+def alone() -> Iterator[Cluster]:
+    """A cluster of a decode server alone."""
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as running:
+        yield running
 
 
 @pytest.fixture
-def decode() -> Iterator[ServerProcess]:
-    """A decode server alone."""
-    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as running:
-        yield running.decode[0]
+def decode(alone: Cluster) -> ServerProcess:
+    return alone.decode[0]
 
 
 def local_stream(client: Client, request: common_pb2.GenerateInput) -> EventReader:
@@ -74,7 +76,11 @@ def test_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seco
     folder = tiny_model("llama")
     argv = [sys.executable, "-m", module, "--model", str(folder), *SERVER_FLAGS]
     argv += ["--port", str(port), "--metrics-port", str(http)]
-    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    temporary = tempfile.TemporaryDirectory(prefix="baton-start-")  # a socket's path must be short
+    process = subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": temporary.name},
+    )  # fmt: skip
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             grpc.channel_ready_future(channel).result(10 * LIMIT_S)
@@ -98,9 +104,12 @@ def test_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seco
         assert typed(info_error).code is ErrorCode.ENGINE_DEAD
         assert (ready.status_code, live.status_code) == (503, 200)
         assert ready.json()["reasons"]
+        wait_for("sockets between the server and its engine", lambda: list(Path(temporary.name).iterdir()), LIMIT_S)
     finally:
         process.terminate()
         assert process.wait(LIMIT_S) == 0  # told to stop while loading
+        assert list(Path(temporary.name).iterdir()) == []
+        temporary.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -154,12 +163,12 @@ def test_start_when_the_weights_are_broken_then_one_line_names_the_cause(tmp_pat
     assert weights.name in lines[0]
 
 
-def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(decode: ServerProcess) -> None:
-    folders = engine_folders()
+def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(alone: Cluster) -> None:
+    [decode] = alone.decode
     engine = decode.engine_pid
     assert decode.terminate() == 0
     wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
-    assert engine_folders() <= folders
+    assert list(alone.temporary.iterdir()) == []
 
 
 def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(decode: ServerProcess) -> None:
@@ -263,7 +272,6 @@ def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0()
 def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_two_seconds(
     second: signal.Signals, status: int
 ) -> None:
-    folders = engine_folders()
     with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=CHUNKS, prefill_env=SLOW) as cluster:
         prefill = cluster.prefill[0]
         engine = prefill.engine_pid
@@ -278,7 +286,7 @@ def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_
             assert prefill.wait() == status
             assert time.monotonic() - began < 2.0 + SCHEDULING_S
         wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
-    assert engine_folders() <= folders
+        assert list(cluster.temporary.iterdir()) == []
 
 
 def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(decode: ServerProcess) -> None:

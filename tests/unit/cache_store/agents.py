@@ -77,6 +77,7 @@ class Node:
         rank: int = 0,
         pool: HostKvPool | None = None,
         port: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layouts = tuple(layouts)
         self.memory: dict[str, list[np.ndarray]] = {
@@ -92,7 +93,9 @@ class Node:
         self.said: list[AgentEvent] = []
         self.counters: dict[tuple[str, ...], float] = {}
         self.samples: dict[str, list[Observation]] = {}
-        self.agent = CacheStoreAgent(self.identity, self.pool, agent_settings or settings(), wake=self._wake)
+        self.agent = CacheStoreAgent(
+            self.identity, self.pool, agent_settings or settings(), wake=self._wake, clock=clock
+        )
         self.address = self.agent.start("127.0.0.1", port)
         self._taken = 0
 

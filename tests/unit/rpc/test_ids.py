@@ -10,7 +10,7 @@ from rpc.ids import check_request_id, new_request_id, request_key, split_request
 IDS = st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True)
 
 
-@pytest.mark.parametrize("text", ["a", "A-1.b_c:d", "x" * 128, new_request_id()])
+@pytest.mark.parametrize("text", ["a", "A-1.b_c:d", "x" * 128, pytest.param(new_request_id(), id="new")])
 def test_valid_request_id_when_in_the_alphabet(text: str) -> None:
     assert valid_request_id(text)
     assert check_request_id(text) == text
