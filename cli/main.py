@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("decode_server.__main__", "start a decode server"),
     "chat": ("cli.chat", "chat with a running router in the terminal"),
     "status": ("cli.status", "show servers, load and KV ledger of a running router"),
+    "health": ("cli.health", "ask one process whether it is ready, for health checks of containers"),
     "bench": ("cli.bench", "load generator: baton bench serve"),
     "model": ("cli.model_prepare", "prepare a model folder: baton model prepare"),
 }
