@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.input_embeddings import EmbeddingRows
@@ -22,26 +25,45 @@ class Override:
         return torch.where(self.taken.bool().unsqueeze(1), self.values, rows)
 
 
+Parts = Sequence[tuple[npt.NDArray[Any], torch.Tensor]]  # arrays, each with the tensor of its shape that it goes to
+
+
+def copy_now(parts: Parts) -> None:
+    """Copies each array to its target."""
+    for array, target in parts:
+        target.copy_(torch.from_numpy(array))
+
+
 def place_rows(
-    embeddings: Sequence[tuple[int, Sequence[EmbeddingRows]]], taken: torch.Tensor | None, values: torch.Tensor
+    embeddings: Sequence[tuple[int, Sequence[EmbeddingRows]]],
+    taken: torch.Tensor | None,
+    values: torch.Tensor,
+    send: Callable[[Parts], None] = copy_now,
 ) -> None:
     """Writes the rows of a step's requests to where its tokens are. embeddings: (index of a row's first token, what it
-    brings). taken: int32 [tokens], zero before; None where somebody else keeps it. values: float32 [tokens, hidden]."""
+    brings). taken: int32 [tokens], written whole; None where somebody else keeps it. values: float32 [tokens, hidden].
+    send: makes the copies, which on a device go through pinned memory."""
+    parts: list[tuple[npt.NDArray[Any], torch.Tensor]] = []
+    marks = np.zeros(values.shape[0] if taken is None else taken.shape[0], np.int32)
     for first, items in embeddings:
         for item in items:
             place = slice(first + item.place, first + item.end)
-            values[place].copy_(torch.from_numpy(item.values), non_blocking=True)
-            if taken is not None:
-                taken[place] = 1
+            parts.append((item.values, values[place]))
+            marks[place] = 1
+    send(parts if taken is None else [*parts, (marks, taken)])
 
 
 def override_of(
-    embeddings: Sequence[tuple[int, Sequence[EmbeddingRows]]], tokens: int, hidden_size: int, device: torch.device
+    embeddings: Sequence[tuple[int, Sequence[EmbeddingRows]]],
+    tokens: int,
+    hidden_size: int,
+    device: torch.device,
+    send: Callable[[Parts], None] = copy_now,
 ) -> Override | None:
-    """For an eager step of `tokens` tokens; None when no request brings any."""
+    """For an eager step of `tokens` tokens; None when no request brings any. send: see `place_rows`."""
     if not any(items for _, items in embeddings):
         return None
-    taken = torch.zeros(tokens, dtype=torch.int32, device=device)
+    taken = torch.empty(tokens, dtype=torch.int32, device=device)
     values = torch.zeros(tokens, hidden_size, dtype=torch.float32, device=device)
-    place_rows(embeddings, taken, values)
+    place_rows(embeddings, taken, values, send)
     return Override(taken, values)

@@ -29,6 +29,7 @@ from engine.runner.decode_status import DecodeDecision, DecodeGraphStatus
 from engine.runner.device_forward import DeviceForward
 from engine.runner.device_inputs import DeviceInputs, DeviceStepInputs
 from engine.runner.graph_session import CaptureSession, capture_graphs
+from engine.runner.pinned import PinnedStaging
 from engine.runner.position_ids import position_ids_of
 from engine.runner.prefill_graph.decision import Decision
 from engine.runner.prefill_graph.runner import PrefillGraphRunner, ReplayOutput
@@ -96,6 +97,7 @@ class DeviceSteps:
         self.prefill_graphs: PrefillGraphRunner | None = None
         self.prefill_init = Decision(PrefillGraphStatus.NOT_REQUESTED)  # about every prompt while there are no graphs
         self._finite = _ToHost(limits.max_rows, torch.bool, device)
+        self._embeddings, self._position_ids = PinnedStaging(device), PinnedStaging(device)
         self._log_limit = LogLimit()
 
     # -- start-up -------------------------------------------------------------------------------------------
@@ -235,9 +237,9 @@ class DeviceSteps:
             override = None
             if any(row.embeddings for row in rows):
                 placed = [(first, row.embeddings) for first, row in zip(inputs.first_token, rows, strict=True)]
-                override = override_of(placed, len(inputs.token_ids), self.hidden_size, self.device)
-            own = position_ids_of(rows, self.position_axes)
-            positions = inputs.positions if own is None else torch.from_numpy(own).to(self.device, non_blocking=True)
+                tokens, send = len(inputs.token_ids), self._embeddings.send
+                override = override_of(placed, tokens, self.hidden_size, self.device, send)
+            positions = self._positions(rows, inputs)
             stream = self.forward(inputs.token_ids, positions, slots, plan, on_layer, override)
         pending = None
         count = len(inputs.sampled_rows)
@@ -254,6 +256,15 @@ class DeviceSteps:
         if chunks and stream is not None:
             self._check_lasts(stream, inputs)
         return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision, prefill, pending)
+
+    def _positions(self, rows: Sequence[BatchRow], inputs: DeviceStepInputs) -> torch.Tensor:
+        """[tokens], or int32 [axes, tokens] where a row brings its own."""
+        own = position_ids_of(rows, self.position_axes)
+        if own is None:
+            return inputs.positions
+        positions = torch.empty(own.shape, dtype=torch.int32, device=self.device)
+        self._position_ids.send([(own, positions)])
+        return positions
 
     def _prompts(self, batch: StepBatch) -> tuple[Decision, ReplayOutput | None]:
         """What is decided about the prompts of the batch; where it is a replay, its launch is enqueued too."""

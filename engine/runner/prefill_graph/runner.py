@@ -25,6 +25,7 @@ from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.capture import Recorder, Recording, recorder_for
 from engine.runner.device_forward import DeviceForward
 from engine.runner.graph_session import CaptureSession, capture_graphs
+from engine.runner.pinned import PinnedStaging
 from engine.runner.prefill_graph.decision import Decision, ReplayLimits, decide
 from engine.runner.prefill_graph.metadata import metadata_problem
 from engine.runner.prefill_graph.scratch import ScratchBlocks
@@ -125,6 +126,7 @@ class PrefillGraphRunner:
         self._recorder = recorder
         self._debug_folder = debug_folder
         self._device = logits.device
+        self._embeddings = PinnedStaging(self._device)
         self._hidden = torch.empty(0)  # float32 [largest bucket, hidden]
         self._values: torch.Tensor | None = None  # float32 [largest bucket, hidden] embeddings of requests
         self._buckets: dict[int, _Bucket] = {}
@@ -349,7 +351,7 @@ class PrefillGraphRunner:
         for row in rows:
             placed.append((first, row.embeddings))
             first += len(row.token_ids)
-        place_rows(placed, None, self._values)
+        place_rows(placed, None, self._values, self._embeddings.send)
 
     def _stage(self, bucket: _Bucket, rows: Sequence[BatchRow], tables: Mapping[str, Sequence[Sequence[int]]]) -> None:
         assert self._copies is not None

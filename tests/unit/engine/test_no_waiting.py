@@ -13,6 +13,7 @@ PATHS = (
     "engine/runner/device_*.py",
     "engine/runner/decode_*.py",
     "engine/runner/capture.py",
+    "engine/runner/pinned.py",
     "engine/runner/prefill_graph/*.py",
     "engine/layers/device*.py",
     "engine/attention/device_backend.py",
@@ -29,6 +30,7 @@ ALLOWED = {
     "engine/runner/capture.py": {"warm_up", "record", "settle"},  # at start-up
     "engine/runner/device_inputs.py": {"wait", "prefill"},
     "engine/runner/device_steps.py": {"wait"},
+    "engine/runner/pinned.py": {"send"},
     "engine/runner/prefill_graph/runner.py": {"next"},
     "engine/sampling/device.py": {"_learn", "_pack", "_send_staged", "collect", "_add_logprobs"},
     "kernels/jit.py": {"patch"},  # Triton's interpreter
