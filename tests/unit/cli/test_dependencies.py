@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-OWN = set(PROJECT["tool"]["importlinter"]["root_packages"]) | {"tests"}
+OWN = set(PROJECT["tool"]["importlinter"]["root_packages"]) | {"tests", "deploy"}
 # Loaded by name: uvicorn takes httptools as its parser.
 NOT_IMPORTED = {"httptools"}
 # Tools that are run, and stubs.

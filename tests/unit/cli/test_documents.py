@@ -41,7 +41,7 @@ def test_pages_name_only_flags_that_exist() -> None:
     pages = (DOCS / "operations.md", DOCS / "architecture.md", README, DEPLOY)
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     own = {flag for action in up_parser()._actions for flag in action.option_strings}
-    # Of `baton status`, `baton bench serve` and `--config`, which is no setting.
+    # Of `baton status`, `baton bench serve`, Prometheus and `--config`, which is no setting.
     others = {
         "--watch",
         "--json",
@@ -50,6 +50,7 @@ def test_pages_name_only_flags_that_exist() -> None:
         "--max-concurrency",
         "--dataset-name",
         "--num-prompts",
+        "--storage",
     }
     unknown = set(FLAG.findall(text)) - known_flags() - own - others - {"--help", "--config"}
     assert unknown == set()
