@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -10,11 +11,33 @@ from cache_store import cuda_ipc
 from cache_store.layout import GroupLayout
 from cache_store.pool import StagedKvPool
 from cache_store.staging import MemoryUnavailable, Ticket
-from cache_store.stream_copies import StreamCopyEngine
+from cache_store.stream_copies import StreamCopyEngine, as_rows
 from cache_store.torch_pool import check_layers
 from protos import cache_store_pb2 as pb
 
 KIND = "cuda"
+
+
+class RowKernels(Protocol):
+    """How scattered rows are moved within the device, on the current stream."""
+
+    def gather_rows(self, rows: torch.Tensor, numbers: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = rows[numbers[i]]; rows: [any, words], out: [n, words], numbers: int64 [n] on the device."""
+        ...
+
+    def scatter_rows(self, rows: torch.Tensor, numbers: torch.Tensor, source: torch.Tensor) -> None:
+        """rows[numbers[i]] = source[i]; numbers are distinct."""
+        ...
+
+
+class TorchRowKernels:
+    """`RowKernels` of PyTorch."""
+
+    def gather_rows(self, rows: torch.Tensor, numbers: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(rows, 0, numbers, out=out)
+
+    def scatter_rows(self, rows: torch.Tensor, numbers: torch.Tensor, source: torch.Tensor) -> None:
+        rows.index_copy_(0, numbers, source)
 
 
 class CudaKvPool(StagedKvPool):
@@ -24,15 +47,29 @@ class CudaKvPool(StagedKvPool):
     `AgentSettings.staging_slots` events, and about 40 MiB of the device.
     """
 
-    def __init__(self, layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        layers: Mapping[str, Sequence[torch.Tensor]],
+        kernels: RowKernels | None = None,
+    ) -> None:
+        """kernels: in place of PyTorch's. They are run once here, on the reserved block, since a kernel may be compiled
+        at its first use."""
         check_layers(layouts, layers, "cuda")
         devices = {tensor.device for tensors in layers.values() for tensor in tensors}
         if len(devices) != 1:
             raise ValueError(f"the KV tensors are on several devices: {sorted(map(str, devices))}")
         places = {(tag, layer): tensor for tag, tensors in layers.items() for layer, tensor in enumerate(tensors)}
+        kernels = kernels or TorchRowKernels()
+        with torch.inference_mode():
+            for layout in layouts:
+                block = as_rows(layers[layout.tag][0][:1].view(-1).view(torch.uint8), layout.block_bytes)
+                number, copy = torch.zeros(1, dtype=torch.int64, device=block.device), torch.empty_like(block)
+                kernels.gather_rows(block, number, copy)
+                kernels.scatter_rows(block, number, copy)
         super().__init__(
             {layout.tag: layers[layout.tag][0].shape[0] for layout in layouts},
-            StreamCopyEngine(CudaDevice(devices.pop()), places),
+            StreamCopyEngine(CudaDevice(devices.pop(), kernels), places),
         )
 
 
@@ -48,8 +85,9 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: RowKernels) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._kernels = kernels
 
     def wait(self, after: Ticket) -> None:
         assert isinstance(after, _Event)
@@ -61,11 +99,11 @@ class _Stream:
 
     def gather(self, rows: torch.Tensor, numbers: torch.Tensor, out: torch.Tensor) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            torch.index_select(rows, 0, numbers, out=out)
+            self._kernels.gather_rows(rows, numbers, out)
 
     def scatter(self, rows: torch.Tensor, numbers: torch.Tensor, source: torch.Tensor) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            rows.index_copy_(0, numbers, source)
+            self._kernels.scatter_rows(rows, numbers, source)
 
     def record(self) -> Ticket:
         return _Event(self._stream)
@@ -74,11 +112,12 @@ class _Stream:
 class CudaDevice:
     """`stream_copies.Device` of CUDA."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: RowKernels) -> None:
         self._device = device
+        self._kernels = kernels
 
     def stream(self) -> _Stream:
-        return _Stream(self._device)
+        return _Stream(self._device, self._kernels)
 
     def mark(self) -> Ticket:
         return _Event(torch.cuda.current_stream(self._device))

@@ -143,7 +143,7 @@ class StreamCopyEngine:
                 at += count * unit
         else:
             stage = lane.stage[: rows.nbytes]
-            lane.stream.gather(_as_rows(layer, unit), lane.upload(numbers), _as_rows(stage, unit))
+            lane.stream.gather(as_rows(layer, unit), lane.upload(numbers), as_rows(stage, unit))
             lane.stream.copy(host, stage)
         return lane.stream.record()
 
@@ -162,7 +162,7 @@ class StreamCopyEngine:
         else:
             stage = lane.stage[: rows.nbytes]
             lane.stream.copy(stage, host)
-            lane.stream.scatter(_as_rows(layer, unit), lane.upload(numbers), _as_rows(stage, unit))
+            lane.stream.scatter(as_rows(layer, unit), lane.upload(numbers), as_rows(stage, unit))
         return lane.stream.record()
 
     def fetch(
@@ -188,9 +188,9 @@ class StreamCopyEngine:
         batch = max(1, lane.stage.numel() // unit)
         for at in range(0, count, batch):
             upto = min(at + batch, count)
-            stage = _as_rows(lane.stage[: (upto - at) * unit], unit)
-            lane.stream.gather(_as_rows(theirs, unit), numbers[at:upto], stage)
-            lane.stream.scatter(_as_rows(own, unit), numbers[count + at : count + upto], stage)
+            stage = as_rows(lane.stage[: (upto - at) * unit], unit)
+            lane.stream.gather(as_rows(theirs, unit), numbers[at:upto], stage)
+            lane.stream.scatter(as_rows(own, unit), numbers[count + at : count + upto], stage)
         return lane.stream.record()
 
     def share(self) -> pb.SharedPool:
@@ -216,7 +216,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _as_rows(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+def as_rows(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:
     """uint8 [n * unit_bytes] as [n, words], in words as wide as the unit allows: a kernel moves a word per thread."""
     dtype: Any
     width, dtype = next((width, dtype) for width, dtype in _WORDS if unit_bytes % width == 0)

@@ -73,8 +73,9 @@ def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.
     """The agent's view of the KV tensors, per group one per layer: in place on the CPU, by copy streams on CUDA."""
     if device_type == "cuda":
         from cache_store.cuda_pool import CudaKvPool
+        from kernels import block_copy, jit
 
-        return CudaKvPool(layouts, layers)
+        return CudaKvPool(layouts, layers, block_copy if jit.available("cuda") else None)
     from cache_store.torch_pool import TorchKvPool
 
     return TorchKvPool(layouts, layers)

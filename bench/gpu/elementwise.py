@@ -30,6 +30,7 @@ from kernels.metadata import DecodeLayout, PrefillLayout, StepBuffers, prepare_d
 ROWS = (1, 16, 64, 256, 8192)
 _BF16 = torch.bfloat16
 _SMALL_CALLS = 100
+_BLOCKS = 4096  # of the pool that block copies read and write
 _WARM_ROWS = 256  # with fewer, a decode step finds the activations in the L2 cache
 
 
@@ -132,34 +133,39 @@ def prologues(
 
 def copies(kv_heads: int = 8, block_size: int = 64, dim: int = 128) -> Iterator[Row]:
     """Blocks of a layer to and from one piece, on the device or pinned; PyTorch's indexing beside it."""
-    pool = _random(4096, 2, kv_heads, block_size, dim)
-    for count, heads in ((1, None), (16, None), (128, None), (128, (0, kv_heads // 2))):
-        share = (heads[1] - heads[0]) if heads else kv_heads
-        moved = 2 * count * 2 * share * block_size * dim * 2
+    pool = _random(_BLOCKS, 2 * kv_heads * block_size * dim).view(torch.int64)
+    for count in (1, 16, 128):
+        count = min(count, _BLOCKS - 1)
+        words = pool.shape[1]
+        moved = 2 * count * words * 8
         sets = copies_beyond_cache(moved, 30)
-        chosen = [torch.randperm(4096, device="cuda")[:count] for _ in range(sets)]
-        staged = [_random(count, 2, share, block_size, dim) for _ in range(sets)]
-        shape = f"{count} blocks, {share} heads"
+        chosen = [torch.randperm(_BLOCKS, device="cuda")[:count] for _ in range(sets)]
+        staged = [torch.zeros(count, words, dtype=torch.int64, device="cuda") for _ in range(sets)]
+        shape = f"{count} blocks, {kv_heads} heads"
 
-        def gather(i: int, b=chosen, o=staged, n=sets, h=heads) -> None:
-            block_copy.gather_blocks(pool, b[i % n], o[i % n], h)
+        def gather(i: int, b=chosen, o=staged, n=sets) -> None:
+            block_copy.gather_rows(pool, b[i % n], o[i % n])
 
-        def scatter(i: int, b=chosen, o=staged, n=sets, h=heads) -> None:
-            block_copy.scatter_blocks(o[i % n], b[i % n], pool, h)
+        def scatter(i: int, b=chosen, o=staged, n=sets) -> None:
+            block_copy.scatter_rows(pool, b[i % n], o[i % n])
 
-        yield _row("gather_blocks", shape, moved, gather, 2 * sets)
-        yield _row("scatter_blocks", shape, moved, scatter, 2 * sets)
-        if heads is None:
+        def select(i: int, b=chosen, o=staged, n=sets) -> None:
+            torch.index_select(pool, 0, b[i % n], out=o[i % n])
 
-            def pytorch(i: int, b=chosen, o=staged, n=sets) -> None:
-                torch.index_select(pool, 0, b[i % n], out=o[i % n])
+        def put(i: int, b=chosen, o=staged, n=sets) -> None:
+            pool.index_copy_(0, b[i % n], o[i % n])
 
-            yield _row("PyTorch index_select", shape, moved, pytorch, 2 * sets)
-    blocks = torch.arange(1, 129, device="cuda")
-    pinned = torch.empty(128, 2, kv_heads, block_size, dim, dtype=_BF16, pin_memory=True)
-    moved = pinned.numel() * 2
-    yield _row("gather to pinned", "128 blocks", moved, lambda i: block_copy.gather_blocks(pool, blocks, pinned), 4)
-    yield _row("scatter from pinned", "128 blocks", moved, lambda i: block_copy.scatter_blocks(pinned, blocks, pool), 4)
+        yield _row("gather_rows", shape, moved, gather, 2 * sets)
+        yield _row("PyTorch index_select", shape, moved, select, 2 * sets)
+        yield _row("scatter_rows", shape, moved, scatter, 2 * sets)
+        yield _row("PyTorch index_copy_", shape, moved, put, 2 * sets)
+    count = min(128, _BLOCKS - 1)
+    blocks = torch.arange(1, count + 1, device="cuda")
+    pinned = torch.empty(count, pool.shape[1], dtype=torch.int64, pin_memory=True)
+    moved = pinned.numel() * 8
+    shape = f"{count} blocks"
+    yield _row("gather to pinned", shape, moved, lambda i: block_copy.gather_rows(pool, blocks, pinned), 4)
+    yield _row("scatter from pinned", shape, moved, lambda i: block_copy.scatter_rows(pool, blocks, pinned), 4)
 
 
 def metadata() -> Iterator[Row]:
@@ -233,11 +239,11 @@ def tuning() -> Iterator[Row]:
             for row in swiglus():
                 if row.name == "swiglu":
                     yield replace(row, name=f"{row.name} block={block}")
-    for words in (1024, 2048, 4096, 8192):
-        with mock.patch.object(block_copy, "_WORDS", words):
+    for part in (1 << 13, 1 << 14, 1 << 15, 1 << 16):
+        with mock.patch.object(block_copy, "_PART", part):
             for row in copies():
-                if row.name in ("gather_blocks", "scatter_blocks"):
-                    yield replace(row, name=f"{row.name} words={words}")
+                if row.name in ("gather_rows", "scatter_rows"):
+                    yield replace(row, name=f"{row.name} part={part}")
 
 
 def measurements(tune: bool = False) -> Iterator[Row]:

@@ -325,6 +325,7 @@ def copies(shape: str, tokens: int) -> list[dict[str, Any]]:
     from cache_store.layout import GroupLayout
     from cache_store.rows import block_rows
     from cache_store.settings import AgentSettings
+    from kernels import block_copy
 
     facts = SHAPES[shape]
     layout = GroupLayout.of(
@@ -338,7 +339,7 @@ def copies(shape: str, tokens: int) -> list[dict[str, Any]]:
     blocks = layout.num_blocks(tokens)
     shape_of = (2 * blocks, 2, layout.num_kv_heads, BLOCK, layout.head_dim)
     layers = [torch.randn(shape_of, device="cuda", dtype=torch.bfloat16) for _ in range(layout.num_layers)]
-    engine = CudaKvPool([layout], {"full": layers}).copies
+    engine = CudaKvPool([layout], {"full": layers}, block_copy).copies
     per_slot = max(1, AgentSettings.chunk_bytes // layout.block_bytes)
     slots = engine.allocate(AgentSettings.staging_slots, per_slot * layout.block_bytes)
     scattered = random.Random(3).sample(range(2 * blocks), blocks)

@@ -36,6 +36,7 @@ from engine.runner.prefill_graph.runner import PrefillGraphRunner, ReplayOutput
 from engine.runner.prefill_graph.scratch import ScratchBlocks
 from engine.sampling.device import DeviceSampler, Pending
 from engine.sampling.row import SamplingRow
+from kernels.attention_metadata import attention_metadata
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
 from rpc.log_limit import LogLimit
@@ -109,8 +110,11 @@ class DeviceSteps:
         longest = min(limits.max_tokens, limits.max_blocks * self.inputs.block_size)
         full, rest = divmod(limits.max_tokens, longest)
         lengths = [longest] * full + [rest] * (rest > 0)
-        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int32), ends)).to(device)
+        count = len(lengths)
+        own = torch.tensor(lengths, dtype=torch.int32, device=device)
+        cu_seqlens, cu_kv_seqlens = (torch.zeros(count + 1, dtype=torch.int32, device=device) for _ in range(2))
+        offsets = torch.zeros(limits.max_tokens, dtype=torch.int32, device=device)
+        attention_metadata(own, torch.zeros_like(own), cu_seqlens, cu_kv_seqlens, offsets, longest)
         rows = AttentionRows(
             starts=[0] * len(lengths),
             lengths=lengths,
@@ -118,8 +122,8 @@ class DeviceSteps:
             num_decode=0,
             device=DeviceRows(
                 cu_seqlens=cu_seqlens,
-                cu_kv_seqlens=cu_seqlens,
-                kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+                cu_kv_seqlens=cu_kv_seqlens,
+                kv_lens=own,
                 slots=torch.full((limits.max_tokens,), -1, dtype=torch.int64, device=device),
                 block_tables=torch.zeros(len(lengths), limits.max_blocks, dtype=torch.int32, device=device),
                 max_q=longest,
@@ -127,7 +131,8 @@ class DeviceSteps:
             ),
         )
         assert rows.device is not None
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        # `offsets` move a token to its row's place in a layout of `longest` tokens per row
+        positions = (torch.arange(limits.max_tokens, device=device) + offsets) % longest
         plan = self.forward.backend.plan(rows)
         stream = self.forward(torch.zeros_like(positions), positions, rows.device.slots, plan)
         self.forward.logits(stream, torch.zeros(limits.max_rows, dtype=torch.int64, device=device), self.logits)

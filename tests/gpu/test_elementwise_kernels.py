@@ -118,33 +118,31 @@ def test_qkv_prologue_equals_float64_and_touches_its_slots_alone(
         assert torch.equal(pool[unwritten], before[unwritten])
 
 
-@pytest.mark.parametrize("heads", [None, (2, 6)])
-@pytest.mark.parametrize("dtype", [_BF16, torch.float32])
-def test_block_copies_equal_indexing(
-    generator: torch.Generator, dtype: torch.dtype, heads: tuple[int, int] | None
-) -> None:
-    pool = _random(generator, 300, 2, 8, 64, 128, dtype=dtype)
-    blocks = torch.randperm(300, generator=generator, device="cuda")[:128]
-    blocks[5] = -1
-    got = torch.full((128, 2, 4 if heads else 8, 64, 128), torch.nan, dtype=dtype, device="cuda")
-    block_copy.gather_blocks(pool, blocks, got, heads)
-    assert torch.equal(got, block_copy.gather_reference(pool, blocks, heads))
-    target, expected = (torch.full_like(pool, 3.0) for _ in range(2))
-    block_copy.scatter_blocks(got, blocks, target, heads)
-    block_copy.scatter_reference(got, blocks, expected, heads)
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16])
+def test_row_copies_equal_indexing(generator: torch.Generator, dtype: torch.dtype, parts: int) -> None:
+    pool = _random(generator, 300, 2, 8, 64, 128).view(dtype)
+    rows = pool.view(300 * 2 * parts, -1)  # keys and values of all heads, or of a quarter of them
+    numbers = torch.randperm(len(rows), generator=generator, device="cuda")[:129][1:]
+    got = torch.full((128, rows.shape[1]), 3, dtype=dtype, device="cuda")
+    block_copy.gather_rows(rows, numbers, got)
+    assert torch.equal(got, block_copy.gather_reference(rows, numbers))
+    target, expected = (torch.full_like(rows, 3) for _ in range(2))
+    block_copy.scatter_rows(target, numbers, got)
+    block_copy.scatter_reference(expected, numbers, got)
     assert torch.equal(target, expected)
 
 
-def test_block_copies_reach_pinned_host_memory(generator: torch.Generator) -> None:
-    pool = _random(generator, 20, 2, 8, 64, 128)
-    blocks = torch.tensor([3, 19, 7], device="cuda")
-    staged = torch.zeros(3, 2, 8, 64, 128, dtype=_BF16, pin_memory=True)
-    block_copy.gather_blocks(pool, blocks, staged)
+def test_row_copies_reach_pinned_host_memory(generator: torch.Generator) -> None:
+    rows = _random(generator, 20, 2 * 8 * 64 * 128).view(torch.int64)
+    numbers = torch.tensor([3, 19, 7], device="cuda")
+    staged = torch.zeros(3, rows.shape[1], dtype=torch.int64, pin_memory=True)
+    block_copy.gather_rows(rows, numbers, staged)
     torch.cuda.synchronize()
-    assert torch.equal(staged, pool[blocks].cpu())
-    target = torch.zeros_like(pool)
-    block_copy.scatter_blocks(staged, blocks, target)
-    assert torch.equal(target[blocks], pool[blocks])
+    assert torch.equal(staged, rows[numbers].cpu())
+    target = torch.zeros_like(rows)
+    block_copy.scatter_rows(target, numbers, staged)
+    assert torch.equal(target[numbers], rows[numbers])
 
 
 # -- offsets beyond 31 bits --------------------------------------------------------------------------------------
@@ -162,11 +160,13 @@ def test_pool_kernels_reach_blocks_beyond_2_to_the_31_elements(generator: torch.
     assert torch.equal(pool[last, 1, :, 0], source[1, 40:])
     assert torch.equal(pool[0, 1, :, 5], source[2, 40:])
     blocks = torch.tensor([last, 0], dtype=torch.int32, device="cuda")
-    got = block_copy.gather_blocks(pool, blocks)
-    assert torch.equal(got, pool[[last, 0]])
+    rows = pool.view(len(pool), -1)
+    got = torch.empty(2, rows.shape[1], dtype=_BF16, device="cuda")
+    block_copy.gather_rows(rows, blocks, got)
+    assert torch.equal(got, rows[[last, 0]])
     assert torch.count_nonzero(got[0]).item() >= 3 * 8 * 128
-    block_copy.scatter_blocks(got.flip(0), blocks, pool)
-    assert torch.equal(pool[last], got[1]) and torch.equal(pool[0], got[0])
+    block_copy.scatter_rows(rows, blocks, got.flip(0))
+    assert torch.equal(rows[last], got[1]) and torch.equal(rows[0], got[0])
 
 
 def test_row_kernels_reach_rows_beyond_2_to_the_31_elements(generator: torch.Generator) -> None:
@@ -321,7 +321,7 @@ def _launchers(rows: int) -> dict[str, Callable[[], object]]:
     pool = torch.zeros(rows // 64 + 2, 2, 8, 64, 128, dtype=_BF16, device="cuda")
     q_out = torch.empty(rows, 32, 128, dtype=_BF16, device="cuda")
     blocks = torch.arange(pool.shape[0], device="cuda")
-    staged = torch.empty_like(pool)
+    staged = torch.empty_like(pool).view(len(pool), -1)
     buffers = StepBuffers.allocate(rows, rows, 64, "cuda")
     decode, prefill = _decode_staging(rows, 64, rows, 0).cuda(), _prefill_staging([1] * rows, [7] * rows, 0).cuda()
     lengths, cu = (
@@ -335,8 +335,8 @@ def _launchers(rows: int) -> dict[str, Callable[[], object]]:
         "add_rms_norm": lambda: rms_norm.add_rms_norm(residual, delta, weight, 1e-5, out),
         "swiglu": lambda: swiglu.swiglu(gate_up, inner),
         "qkv": lambda: qkv.split_norm_rotate_write(heads, norm, norm, 1e-6, angle, angle, slots, pool, q_out),
-        "gather": lambda: block_copy.gather_blocks(pool, blocks, staged),
-        "scatter": lambda: block_copy.scatter_blocks(staged, blocks, pool, (0, 8)),
+        "gather": lambda: block_copy.gather_rows(pool.view(len(pool), -1), blocks, staged),
+        "scatter": lambda: block_copy.scatter_rows(pool.view(len(pool), -1), blocks, staged),
         "prepare_decode": lambda: prepare_decode(decode, buffers, 64),
         "prepare_prefill": lambda: prepare_prefill(prefill, buffers, 64, 1),
         "attention_metadata": lambda: attention_metadata(lengths, lengths, cu, cu_kv, offset, 1),

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from cache_store.agent import GroupLayout, KvSourceRef
+from cache_store.cuda_pool import CudaKvPool, RowKernels
 from cache_store.rows import block_rows
 from cache_store.staging import MemoryUnavailable
+from kernels import block_copy
 from rpc.errors import ErrorCode
 from tests.unit.cache_store.agents import Node, key_of, nodes, prefill_result, settings, until
 from tests.unit.engine.prefill_graph.graph_runners import model_folder
@@ -50,10 +52,8 @@ class CudaNode(Node):
     """An agent over KV tensors on the device: `kv[layer]` is [blocks, 2, heads, tokens, head_dim]."""
 
     def __init__(self, engine_id: str, seed: int, **change: float | str) -> None:
-        from cache_store.cuda_pool import CudaKvPool
-
         self.kv = kv_tensors(seed)
-        pool = CudaKvPool([LAYOUT], {"full": self.kv})
+        pool = CudaKvPool([LAYOUT], {"full": self.kv}, block_copy)
         super().__init__(engine_id, settings(**change), layouts=(LAYOUT,), pool_blocks=1, pool=pool)  # type: ignore[arg-type]
 
     def blocks_of(self, ids: Sequence[int]) -> np.ndarray:
@@ -80,12 +80,13 @@ def busy(milliseconds: float) -> None:
 
 @pytest.mark.parametrize("ids", [NEIGHBOURS, SCATTERED], ids=["neighbours", "scattered"])
 @pytest.mark.parametrize(("count", "index"), [(1, 0), (4, 3)])
-def test_copies_when_done_then_the_bytes_are_those_of_the_blocks(ids: list[int], count: int, index: int) -> None:
-    from cache_store.cuda_pool import CudaKvPool
-
+@pytest.mark.parametrize("kernels", [None, block_copy], ids=["torch", "triton"])
+def test_copies_when_done_then_the_bytes_are_those_of_the_blocks(
+    ids: list[int], count: int, index: int, kernels: RowKernels | None
+) -> None:
     source, target = kv_tensors(1), kv_tensors(2)
     was = [layer.clone() for layer in target]
-    out, into = (CudaKvPool([LAYOUT], {"full": layers}).copies for layers in (source, target))
+    out, into = (CudaKvPool([LAYOUT], {"full": layers}, kernels).copies for layers in (source, target))
     size = LAYOUT.block_bytes * len(ids)
     (slot,), (other,) = out.allocate(1, size), into.allocate(1, size)
     piece = LAYOUT.block_bytes // count
@@ -107,8 +108,6 @@ def test_copies_when_done_then_the_bytes_are_those_of_the_blocks(ids: list[int],
 
 
 def test_write_when_the_computation_uses_the_blocks_then_it_waits_for_it_on_the_device() -> None:
-    from cache_store.cuda_pool import CudaKvPool
-
     layers = kv_tensors(3)
     was = layers[0][5].clone()
     engine = CudaKvPool([LAYOUT], {"full": layers}).copies

@@ -341,6 +341,31 @@ def test_runner_when_warmed_up_then_the_pool_is_clean_and_steps_are_right() -> N
     assert runner.execute(StepBatch([row])).rows[0].token_id == host.execute(StepBatch([row])).rows[0].token_id
 
 
+def test_largest_step_when_run_to_measure_memory_then_no_block_is_written_and_positions_are_each_rows_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = ModelRunner(
+        tiny_model("llama"),
+        "float32",
+        BLOCK,
+        max_model_len=32,
+        attention_backend="triton",
+        device="cpu",
+        max_num_seqs=2,
+        max_num_batched_tokens=72,
+    )
+    runner.init_kv(2)
+    steps = runner.device_steps
+    assert steps is not None
+    seen: list[list[int]] = []
+    angles = runner.model.rotary.angles
+    monkeypatch.setattr(runner.model.rotary, "angles", lambda where: seen.append(where.tolist()) or angles(where))
+    with torch.inference_mode():
+        steps.run_largest()
+    assert seen == [[*range(32), *range(32), *range(8)]]
+    assert not any(pool.any() for pool in pools(runner))
+
+
 @pytest.mark.slow
 def test_engine_when_its_decode_steps_are_replayed_then_they_are_counted_and_tokens_are_the_cpus() -> None:
     options = {"max_num_seqs": 2, "num_kv_blocks": 16, "max_model_len": 64, "max_num_batched_tokens": 32}

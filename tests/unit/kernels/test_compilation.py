@@ -35,9 +35,9 @@ def _launch_all() -> None:
             angles, index = torch.empty(max(tokens, 64), dim // 2), torch.empty(tokens, dtype=torch.int64)
             positions = index if norm is not None else None
             qkv.split_norm_rotate_write(heads, norm, norm, 1e-6, angles, angles, index, pool, positions=positions)
-        blocks = torch.empty(3, dtype=torch.int64)
-        block_copy.gather_blocks(pool, blocks)
-        block_copy.scatter_blocks(torch.empty(3, 2, 1, 64, dim, dtype=bf16), blocks, pool, (0, 1))
+        blocks, rows = torch.empty(3, dtype=torch.int64), pool.view(4, -1).view(torch.int64)
+        block_copy.gather_rows(rows, blocks, torch.empty(3, rows.shape[1], dtype=torch.int64))
+        block_copy.scatter_rows(rows, blocks, torch.empty(3, rows.shape[1], dtype=torch.int64))
     buffers = metadata.StepBuffers.allocate(256, 256, 512, "cpu")
     staging = torch.empty(9999, dtype=torch.int32)
     metadata.prepare_decode(staging, buffers, 64)

@@ -183,40 +183,35 @@ def test_qkv_prologue_when_shapes_do_not_fit_raises(device: torch.device) -> Non
         case.run(device, pool, None, source)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize("heads", [None, (0, 2), (1, 3)])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_block_copies_equal_the_references(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int] | None, index: torch.dtype
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize(("words", "index"), [(3, torch.int32), (64, torch.int64), (2500, torch.int64)])
+def test_row_copies_equal_the_references_and_touch_their_rows_alone(
+    device: torch.device, dtype: torch.dtype, words: int, index: torch.dtype
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    pool = torch.randint(0, 100, (9, 2, 3, 16, 64), generator=generator).to(dtype)
-    blocks = torch.tensor([4, 0, -1, 8, 5], dtype=index)
-    got = block_copy.gather_blocks(pool.to(device), blocks.to(device), heads=heads)
-    assert torch.equal(got.cpu(), block_copy.gather_reference(pool, blocks, heads))
+    generator = torch.Generator().manual_seed(words)
+    rows = torch.randint(0, 100, (9, words), generator=generator).to(dtype)
+    numbers = torch.tensor([7, 4, 0, 8, 5], dtype=index)[1:]  # a list that begins in the middle of another
+    got = torch.full((4, words), 101, dtype=dtype, device=device)
+    block_copy.gather_rows(rows.to(device), numbers.to(device), got)
+    assert torch.equal(got.cpu(), block_copy.gather_reference(rows, numbers))
 
-    target, expected = pool.flip(0).to(device), pool.flip(0).clone()
-    assert target.is_contiguous()
-    block_copy.scatter_blocks(got, blocks.to(device), target, heads)
-    block_copy.scatter_reference(got.cpu(), blocks, expected, heads)
+    target, expected = rows.flip(0).to(device), rows.flip(0).clone()
+    block_copy.scatter_rows(target, numbers.to(device), got)
+    block_copy.scatter_reference(expected, numbers, got.cpu())
     assert torch.equal(target.cpu(), expected)
 
 
-def test_block_copies_of_no_blocks_do_nothing(device: torch.device) -> None:
-    pool = torch.zeros(3, 2, 1, 16, 64, device=device)
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    assert block_copy.gather_blocks(pool, none).shape == (0, 2, 1, 16, 64)
-    block_copy.scatter_blocks(torch.empty(0, 2, 1, 16, 64, device=device), none, pool)
+def test_row_copies_of_no_rows_do_nothing(device: torch.device) -> None:
+    rows, none = torch.ones(3, 8, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    block_copy.gather_rows(rows, none, torch.empty(0, 8, device=device))
+    block_copy.scatter_rows(rows, none, torch.empty(0, 8, device=device))
+    assert rows.all()
 
 
-def test_block_copies_when_shapes_do_not_fit_raise(device: torch.device) -> None:
-    pool = torch.zeros(3, 2, 2, 16, 64, device=device)
-    blocks = torch.tensor([1, 2], device=device)
-    with pytest.raises(ValueError, match="heads"):
-        block_copy.gather_blocks(pool, blocks, heads=(1, 3))
-    with pytest.raises(ValueError, match="do not fit"):
-        block_copy.scatter_blocks(torch.zeros(2, 2, 1, 16, 64, device=device), blocks, pool)
-    with pytest.raises(ValueError, match="do not fit"):
-        block_copy.scatter_blocks(torch.zeros(2, 2, 2, 16, 64, device=device).half(), blocks, pool)
+def test_row_copies_when_shapes_do_not_fit_raise(device: torch.device) -> None:
+    rows, numbers = torch.zeros(3, 8, device=device), torch.tensor([1, 2], device=device)
+    for staged in (torch.zeros(2, 7, device=device), torch.zeros(3, 8, device=device), torch.zeros(2, 8).short()):
+        with pytest.raises(ValueError, match="do not fit"):
+            block_copy.gather_rows(rows, numbers, staged)
     with pytest.raises(ValueError, match="contiguous"):
-        block_copy.scatter_blocks(torch.zeros(2, 2, 2, 64, 16, device=device).mT, blocks, pool)
+        block_copy.scatter_rows(rows, numbers, torch.zeros(8, 2, device=device).T)
