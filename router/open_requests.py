@@ -353,8 +353,7 @@ class OpenRequests:
             metrics.observe("baton_request_prompt_tokens", request.prompt_tokens, model_name=model)
             metrics.observe("baton_request_generation_tokens", request.tokens, model_name=model)
             metrics.inc("baton_prompt_tokens_total", request.prompt_tokens, model_name=model)
-            if request.cached_tokens:
-                metrics.inc("baton_cached_prompt_tokens_total", request.cached_tokens, model_name=model)
+            metrics.inc("baton_cached_prompt_tokens_total", request.cached_tokens, model_name=model)
         if request.tokens:
             metrics.inc("baton_generation_tokens_total", request.tokens, model_name=model)
         if request._writing and error is None and request.path is not None:

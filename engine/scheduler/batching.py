@@ -335,8 +335,7 @@ class Batcher:
         name, hit = self.limits.model_name, request.allocation.cached_tokens
         if self.kv.prefix_caching and not (request.compute_here and request.wants_prompt_logprobs):
             self.news.count("baton_prefix_cache_queried_tokens_total", len(request.tokens), model_name=name)
-            if hit:
-                self.news.count("baton_prefix_cache_hit_tokens_total", hit, model_name=name)
+            self.news.count("baton_prefix_cache_hit_tokens_total", hit, model_name=name)  # 0 is a finding too
 
     def needed_when_alone(self, request: Request) -> int:
         return len(request.tokens) + self.extra_tokens(request)

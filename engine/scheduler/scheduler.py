@@ -464,8 +464,7 @@ class Scheduler:
         assert allocation is not None
         self.batcher.note_lookup(request)
         skipped = sum(held.receiving[0] for held in allocation.groups.values())
-        if skipped:
-            self.news.count("baton_kv_blocks_skipped_total", skipped, model_name=self.limits.model_name)
+        self.news.count("baton_kv_blocks_skipped_total", skipped, model_name=self.limits.model_name)
         self._note_retries(request)
         output = self.news.output(request.key)
         output.reserved = True
