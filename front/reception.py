@@ -28,7 +28,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
-from rpc.server import cancel_code
+from rpc.server import cancel_code, tell_timeline
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StopCheck, in_stage
 from rpc.status import decode_view
 
@@ -220,6 +220,7 @@ class RequestScope:
     async def __aenter__(self) -> RequestScope:
         self._task = asyncio.current_task()
         self._reception.table.arrive(self.request)
+        tell_timeline(self.request.stages)
         return self
 
     def admit(

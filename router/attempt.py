@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import status_from_wire
 from rpc.metrics import Registry as Metrics
+from rpc.timeline import TIMELINE_KEY
 from rpc.server import PRIVATE_KEY
 
 _log = logging.getLogger(__name__)
@@ -137,7 +138,9 @@ class Attempt:
         self.choice = choice
         self.key = key
         self.blamed: set[Worker] = set()
+        # Seconds by "role.stage" as the servers tell them, and those of the two legs, by this router's clock.
         self.timeline: dict[str, float] = {}
+        self.leg_seconds: dict[str, float] = {}
         self.closed = False
         self._context = context
         self._request = request
@@ -202,6 +205,8 @@ class Attempt:
         source = abort_source(cause) if cause is not None else "peer"
         code = cause.code if cause is not None else ErrorCode.CANCELLED
         prefill, decode = self._prefill, self._decode
+        for leg in (prefill, decode):
+            self._end_leg_stage(leg)
         if decode is not None:
             decode.close()
             if not decode.ended_by_server:
@@ -242,6 +247,8 @@ class Attempt:
     def _metadata(self) -> RpcMetadata:
         request = self._request
         metadata: RpcMetadata = (("x-request-id", request.request_id),)
+        if request.owner is not None and request.owner.wants_timeline:
+            metadata += ((TIMELINE_KEY, "1"),)
         if request.traceparent:
             metadata += (("traceparent", request.traceparent),)
             if request.tracestate:
@@ -320,9 +327,8 @@ class Attempt:
             self._leg_failed(leg, error)
             return
         leg.end(None)
-        self._leg_stage("prefill", leg)
-        for stage, seconds in response.timeline.stages.items():
-            self.timeline[f"prefill.{stage}"] = seconds
+        self._end_leg_stage(leg)
+        self._note_stages(leg, response.timeline.stages)
         if self._unexplained is not None:
             raise self._unexplained
         self._prompt_computed(response.result)
@@ -356,7 +362,7 @@ class Attempt:
                 self._emit(self._merge.add(event.tokens.tokens))
         elif kind == "reserved":
             leg.reserved = True
-            self._leg_stage("reserve", leg)
+            self._end_leg_stage(leg)
         elif kind == "loaded":
             leg.loaded = leg.generating = True
             _check_result(event.loaded)
@@ -369,8 +375,7 @@ class Attempt:
     def _finished(self, leg: DecodeLeg, finished: decode_pb2.Finished) -> None:
         leg.ended_by_server = True
         leg.end(None)
-        for stage, seconds in finished.timeline.stages.items():
-            self.timeline[f"decode.{stage}"] = seconds
+        self._note_stages(leg, finished.timeline.stages)
         reason = wire.finish_reason(finished.finish_reason)
         if reason is None or not self._merge.complete:
             raise breach("a stream that finished without a reason or with tokens missing")
@@ -382,6 +387,8 @@ class Attempt:
             self._after(ANSWER_GRACE_S)
 
     def _leg_failed(self, leg: Leg, error: BatonError) -> None:
+        self._end_leg_stage(leg)
+        self._note_stages(leg, leg.told_seconds)
         if leg is self._prefill:
             self._prefill_failed(leg, error)
         else:
@@ -481,10 +488,19 @@ class Attempt:
             self.timeline["router.first_decode_token"] = self._context.clock() - self._first_token_at
             self._first_token_at = None
 
-    def _leg_stage(self, stage: str, leg: Leg) -> None:
-        seconds = max(0.0, self._context.clock() - leg.began)
-        self.timeline[f"router.{stage}"] = seconds
-        self._context.metrics.observe("baton_stage_seconds", seconds, stage=stage)
+    def _end_leg_stage(self, leg: Leg | None) -> None:
+        """The leg's stage is over, whether it came to its end or not. May be called again."""
+        if leg is None or leg.clock is None or leg.clock.finished:
+            return
+        leg.clock.finish()
+        for stage, seconds in leg.clock.seconds().items():
+            self.leg_seconds[stage] = self.leg_seconds.get(stage, 0.0) + seconds
+
+    def _note_stages(self, leg: Leg, stages: Mapping[str, float]) -> None:
+        """Books what a server says about its own stages, by its own clock."""
+        for stage, seconds in stages.items():
+            name = f"{leg.role}.{stage}"
+            self.timeline[name] = self.timeline.get(name, 0.0) + seconds
 
 
 def _check_result(message: prefill_pb2.PrefillResponse | decode_pb2.Loaded | decode_pb2.Tokens) -> None:

@@ -19,7 +19,7 @@ from router.validation import GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id
 from rpc.input_embeddings import InputEmbedding
-from rpc.server import REQUEST_ID_KEY, current_call
+from rpc.server import REQUEST_ID_KEY, current_call, tell_timeline
 from rpc.stages import in_stage
 
 SERVICE = "baton.v1.Generation"
@@ -62,14 +62,15 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             request_id, api="grpc", model=request.model, stream=streamed, deadline=call.deadline
         ) as owner:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-            with in_stage(owner.clock):
+            owner.wants_timeline = tell_timeline(owner.seconds)
+            with in_stage(owner.clock, owner.stop_check):
                 params = generation_params(request, streamed)
                 metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
                 params.traceparent, params.tracestate = trace_context(
                     metadata.get("traceparent", ""), metadata.get("tracestate", "")
                 )
                 owner.model = self._services.validator.check(params)
-            with in_stage(owner.clock):
+            with in_stage(owner.clock, owner.stop_check):
                 prepared = await self._services.validator.prepare(params, owner)
             generation = _Generation(prepared, owner)
             async with aclosing(answer(prepared, self._services.serving, self._services.validator.tokenizer)) as events:
@@ -265,8 +266,7 @@ class _Generation:
         if not last:
             return
         info.speculative_draft_rounds = 0
-        timeline = {f"router.{stage}": seconds for stage, seconds in self._owner.clock.seconds().items()}
-        timeline |= self._owner.timeline
+        timeline = self._owner.seconds()
         if finish is not None:
             timeline |= finish.timeline
         info.timeline.update(timeline)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import grpc
@@ -24,7 +24,9 @@ from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry as Metrics
 from rpc.server import DEADLINE_TOLERANCE_S
+from rpc.stages import StageClock, enter_stage
 from rpc.status import details_payload, from_rpc_error, parse_status
+from rpc.timeline import read_timeline
 
 AbortSource = Literal["client", "deadline", "peer", "error", "drain"]
 RpcMetadata = tuple[tuple[str, str], ...]
@@ -164,6 +166,14 @@ class Leg:
         self._closed = False
         # It has the prompt's KV, loaded or computed by itself, and generates.
         self.generating = False
+        # Of the stage of the router that this leg is; None when it is none of them.
+        self.clock: StageClock | None = None
+        stage = self._stage()
+        if stage is not None:
+            self.clock = StageClock((stage,), clock)
+            enter_stage(self.clock)
+        # What the server told about its own stages when it failed, if the client asked for that.
+        self.told_seconds: dict[str, float] = {}
         self._guard = worker.enter()
         self.worker.breaker.begin()
         try:
@@ -181,6 +191,10 @@ class Leg:
     def _listen(self) -> None:
         if not self._closed:
             self._task = self._tasks.spawn(self._run())
+
+    def _stage(self) -> str | None:
+        """The stage of the router that this leg is."""
+        raise NotImplementedError
 
     def _open(self, connection: Connection, timeout_s: float | None, metadata: RpcMetadata) -> Any:
         raise NotImplementedError
@@ -206,6 +220,7 @@ class Leg:
     def _typed(self, exc: grpc.RpcError) -> BatonError:
         self._pool.check(self.worker.address)
         self.ended_by_server = parse_status(_details(exc)) is not None
+        self.told_seconds = read_timeline(_trailers(exc))
         error = from_rpc_error(
             exc,
             leg=self.role,
@@ -249,9 +264,13 @@ class Leg:
         return now - self.last_event
 
 
-def _details(exc: grpc.RpcError) -> bytes | None:
+def _trailers(exc: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:
     metadata_of = getattr(exc, "trailing_metadata", None)
-    return details_payload(metadata_of() if callable(metadata_of) else None)
+    return (metadata_of() if callable(metadata_of) else None) or ()
+
+
+def _details(exc: grpc.RpcError) -> bytes | None:
+    return details_payload(_trailers(exc))
 
 
 class PrefillLeg(Leg):
@@ -264,6 +283,9 @@ class PrefillLeg(Leg):
         self.answered = False
         self._request = request
         super().__init__(worker, key, **common)
+
+    def _stage(self) -> str | None:
+        return "prefill"
 
     def _open(self, connection: Connection, timeout_s: float | None, metadata: RpcMetadata) -> Any:
         stub = connection.stub(prefill_pb2_grpc.PrefillStub)
@@ -290,6 +312,9 @@ class DecodeLeg(Leg):
         self.loaded = False
         self._request = request
         super().__init__(worker, key, **common)
+
+    def _stage(self) -> str | None:
+        return None if self.local else "reserve"
 
     def _open(self, connection: Connection, timeout_s: float | None, metadata: RpcMetadata) -> Any:
         stub = connection.stub(decode_pb2_grpc.DecodeStub)

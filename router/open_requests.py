@@ -33,7 +33,7 @@ from rpc.lifecycle import OpenWork
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.server import DEADLINE_TOLERANCE_S
-from rpc.stages import ROUTER_STAGES, StageClock
+from rpc.stages import ROUTER_STAGES, StageClock, StopCheck
 from rpc.tombstones import Tombstones
 
 # validate and tokenize are the surface's, the rest is the orchestrator's.
@@ -102,6 +102,8 @@ class OpenRequest:
         self.path: Path | None = None
         self.legs: list[LegNote] = []
         self.timeline: dict[str, float] = {}
+        # The client asked for the timeline, which its servers tell of a failure only then.
+        self.wants_timeline = False
         # Prompts and answers by name, for the access log; empty unless it is told to write them.
         self.content: dict[str, list[str]] = {}
         self.outcome: FinishReason | None = None
@@ -136,6 +138,15 @@ class OpenRequest:
     def tokens(self) -> int:
         """Generated tokens written so far, over all choices."""
         return sum(w.tokens for w in self._writing.values())
+
+    def seconds(self) -> dict[str, float]:
+        """The timeline so far: seconds by "role.stage", each by the clock of one process."""
+        return {f"router.{stage}": seconds for stage, seconds in self.clock.seconds().items()} | self.timeline
+
+    @property
+    def stop_check(self) -> StopCheck:
+        """What is looked at before each stage of the surface; an abort is the orchestrator's affair."""
+        return StopCheck(self.deadline)
 
     def finish(self, outcome: FinishReason) -> None:
         """The request ended as it should. With several choices: the last one's reason; an error that is set

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -22,6 +22,7 @@ from router.requests import MAX_SEED, FinishEvent, FinishReason, RouterRequest, 
 from router.worker import Worker
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import request_key
+from rpc.stages import StopCheck, enter_stage
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,9 @@ class Run:
         self._timeline: dict[str, float] = {}
         self._admitted = False
         self._summarized = False
+        self._leg_seconds: dict[str, float] = {}
         self._stop: BatonError | None = None
+        self._stop_check = StopCheck(request.deadline)
         self._stopped = asyncio.Event()
         self._forget_stop = owner.on_stop(self._on_stop)
 
@@ -91,6 +94,8 @@ class Run:
             self._admitted = False
             self._context.admission.leave()
         self._clock.finish_stage()
+        for stage, seconds in self._leg_seconds.items():
+            self._context.attempts.metrics.observe("baton_stage_seconds", seconds, stage=stage)
         if not self._owner.timeline:
             # Closed by its surface, e.g. on a stop string: what is known so far belongs to the answer as well.
             self._owner.timeline = self._seconds()
@@ -124,11 +129,9 @@ class Run:
     async def _begin(self) -> None:
         """Waits for a turn, chooses servers and opens the legs."""
         if not self._admitted:
-            self._clock.next_stage()
+            self._enter_stage()
             await self._admit()
-            if self._stop is not None:
-                raise self._stop
-        self._clock.next_stage()
+        self._enter_stage()
         chooser = self._context.attempts.chooser
         try:
             choice = chooser.choose(self._request, self._merge.next_index, self._avoid)
@@ -154,6 +157,13 @@ class Run:
         self._context.running.add(attempt)
         attempt.start()
         self._clock.next_stage()
+
+    def _enter_stage(self) -> None:
+        """Looks whether to stop, first at the deadline and then at who ended the request, and enters the next stage."""
+        self._stop_check.check(self._clock.stage)
+        if self._stop is not None:
+            raise self._stop
+        enter_stage(self._clock)
 
     async def _admit(self) -> None:
         turn = self._context.admission.enter(self._request.priority)
@@ -200,7 +210,9 @@ class Run:
             return
         attempt.close(cause)
         self._context.running.discard(attempt)
-        self._timeline |= attempt.timeline
+        # The attempts at one request add up, as those at one stage do.
+        _add(self._timeline, attempt.timeline)
+        _add(self._leg_seconds, attempt.leg_seconds)
         if cause is not None:
             self._avoid |= attempt.blamed
             if self._note is not None:
@@ -271,7 +283,8 @@ class Run:
 
     def _seconds(self) -> dict[str, float]:
         """The timeline: seconds by "role.stage"."""
-        return {f"router.{stage}": seconds for stage, seconds in self._clock.seconds().items()} | self._timeline
+        own = {f"router.{stage}": seconds for stage, seconds in (self._clock.seconds() | self._leg_seconds).items()}
+        return own | self._timeline
 
     def _ended_from_outside(self, stop: BatonError) -> FinishEvent:
         """Aborted through the API: what it has is valid. Given up by the router: an error."""
@@ -285,3 +298,8 @@ class Run:
         self._stopped.set()
         if self._attempt is not None:
             self._attempt.fail(error)
+
+
+def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, seconds in more.items():
+        total[name] = total.get(name, 0.0) + seconds

@@ -13,7 +13,7 @@ import inspect
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -32,6 +32,7 @@ from rpc.ids import check_request_id, new_request_id
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.reflection import enable_reflection
+from rpc.timeline import TIMELINE_KEY, asks_for_timeline, timeline_text
 
 REQUEST_ID_KEY = "x-request-id"
 UNKNOWN_METHOD = "unknown"
@@ -129,9 +130,13 @@ class Methods(grpc.GenericRpcHandler):
                         "the message cannot be read: it is no protobuf of this method, or text in it is not UTF-8",
                     )
                 if scope.has_own_deadline:  # gRPC cancels this task when it passes
-                    return await body(request, context)
-                async with _limit(scope.deadline):
-                    return await body(request, context)
+                    answer = await body(request, context)
+                else:
+                    async with _limit(scope.deadline):
+                        answer = await body(request, context)
+                if scope.timeline is not None:
+                    context.set_trailing_metadata(scope.trailing())
+                return answer
             except BaseException as error:
                 await scope.failed(error)
                 raise
@@ -204,6 +209,8 @@ class _CallScope:
         remaining = context.time_remaining()
         self.has_own_deadline = remaining is not None
         self.deadline = Deadline.of_remaining(remaining, max_rpc_s)
+        # What makes the timeline, if the caller asked for it.
+        self.timeline: Callable[[], Mapping[str, float]] | None = None
         self._began = time.monotonic()
         self._succeeded = True
         self._code = ErrorCode.NONE_ERROR.name
@@ -264,7 +271,12 @@ class _CallScope:
 
     async def _fail(self, error: BatonError) -> NoReturn:
         # The handler may have found the id in the message itself.
-        await status.abort(self.context, error, request_id=request_id_var.get() or self.request_id)
+        request_id = request_id_var.get() or self.request_id
+        await status.abort(self.context, error, request_id=request_id, more=self.trailing())
+
+    def trailing(self) -> tuple[tuple[str, str], ...]:
+        """What the caller is told at the end of the call, besides how it ended."""
+        return () if self.timeline is None else ((TIMELINE_KEY, timeline_text(self.timeline())),)
 
 
 _scope: ContextVar[_CallScope | None] = ContextVar("baton_rpc_call", default=None)
@@ -282,6 +294,16 @@ def current_call() -> RpcCall:
         deadline=scope.deadline,
         peer=scope.context.peer(),
     )
+
+
+def tell_timeline(seconds: Callable[[], Mapping[str, float]]) -> bool:
+    """The present call's caller gets `seconds()` as trailing metadata at the end, if it asked for a timeline; whether
+    it did. Outside of a call nobody did."""
+    scope = _scope.get()
+    if scope is None or not asks_for_timeline(scope.context.invocation_metadata() or ()):
+        return False
+    scope.timeline = seconds
+    return True
 
 
 def bind_error(flag: str, host: str, port: int, reason: str) -> SystemExit:

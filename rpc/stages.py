@@ -152,13 +152,19 @@ class StopCheck:
             raise BatonError(ErrorCode.CANCELLED, "request cancelled by client", stage=stage)
 
 
+def enter_stage(clock: StageClock, stop: StopCheck | None = None) -> str:
+    """Looks whether to stop, then enters the next stage: for an owner whose stage ends with an event and not with a
+    block of code."""
+    if stop is not None:
+        stop.check(clock.stage)
+    return clock.next_stage()
+
+
 @contextmanager
 def in_stage(clock: StageClock, stop: StopCheck | None = None) -> Iterator[str]:
     """Runs the `with` body as the next stage. An error that leaves it takes the stage's name if it has
     none."""
-    if stop is not None:
-        stop.check(clock.stage)
-    name = clock.next_stage()
+    name = enter_stage(clock, stop)
     try:
         yield name
     except BatonError as error:

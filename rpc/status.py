@@ -89,13 +89,19 @@ def trailing_metadata(
 
 
 async def abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: BatonError, *, request_id: str = "", peer: str = ""
+    context: grpc.aio.ServicerContext[Any, Any],
+    error: BatonError,
+    *,
+    request_id: str = "",
+    peer: str = "",
+    more: tuple[tuple[str, str], ...] = (),
 ) -> NoReturn:
-    """Ends the call of `context` with `error`: its gRPC status, message and details."""
+    """Ends the call of `context` with `error`: its gRPC status, message and details. `more`: further trailing
+    metadata."""
     await context.abort(
         error.spec.grpc,
         _cut(error.message, MAX_MESSAGE_BYTES),
-        trailing_metadata(error, request_id=request_id, peer=peer),
+        (*trailing_metadata(error, request_id=request_id, peer=peer), *more),
     )
     raise AssertionError("context.abort() returned")
 

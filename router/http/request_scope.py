@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +15,7 @@ from rpc.errors import BatonError
 from rpc.http_server import header_request_id
 from rpc.ids import new_request_id
 from rpc.metrics import Registry
+from rpc.timeline import TIMELINE_KEY, timeline_text
 
 # Probes and scrapers have no key, and ids that their senders make up are no reason to fail them.
 OPEN_PATHS = frozenset(("/health", "/ping", "/live", "/liveness", "/ready", "/readiness", "/version", "/metrics"))
@@ -24,6 +25,10 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 CLIENT_GONE = 499
 
 _log = logging.getLogger(__name__)
+
+
+def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
 class RequestScope:
@@ -66,7 +71,11 @@ class RequestScope:
                 status = message["status"]
                 request_id = state["request_id"].encode()
                 headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
-                message = {**message, "headers": [*headers, (b"x-request-id", request_id)]}
+                headers.append((b"x-request-id", request_id))
+                timeline = state.get("timeline")
+                if timeline is not None and not _is_stream(headers):  # a stream has it in its last event
+                    headers.append((TIMELINE_KEY.encode(), timeline_text(timeline()).encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         with self._metrics.track("baton_http_inflight_requests", route=route):

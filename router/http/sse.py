@@ -7,7 +7,7 @@ encoded for each one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -98,8 +98,12 @@ class Chunks:
         return b',"usage":' + encode(usage_object(usage))
 
 
-def error_event(error: BatonError) -> bytes:
-    return b"data: %b\n\n" % encode(http_error_body(error))
+def error_event(error: BatonError, timeline: Mapping[str, float] | None = None) -> bytes:
+    """The error JSON as an event; with the timeline beside it for a client that asked for one."""
+    content = http_error_body(error)
+    if timeline is not None:
+        content["baton"] = {"timeline": {stage: round(seconds, 6) for stage, seconds in timeline.items()}}
+    return b"data: %b\n\n" % encode(content)
 
 
 class EventStream:

@@ -7,6 +7,8 @@ request's id; what the client must see is the documented table.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 
 import grpc
@@ -43,7 +45,9 @@ def faults() -> str:
         for code in CODES
     ]
     # The decode leg fails first: once the first token is out, a stream has its status.
-    return ";".join([*raises, "prefill.answer:delay=1,request_key=d-*", "prefill.answer:delay=0.03,request_key=c-*"])
+    late = "engine.stage:raise=EXECUTION_EXCEPTION,stage=generate,request_key=late-*"
+    delays = ["prefill.answer:delay=1,request_key=d-*", "prefill.answer:delay=0.03,request_key=c-*"]
+    return ";".join([*raises, late, *delays])
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +175,70 @@ def test_cluster_when_every_code_was_raised_then_nothing_is_left_and_it_serves(
     assert answer.status_code == 200, answer.text
     wait_for("no open request", lambda: not any(server.requests()["open"] for server in cluster.servers), 5.0)
     assert cluster.router.metric("baton_http_inflight_requests", route=COMPLETIONS) == 0
+
+
+TIMELINE = "x-baton-timeline"
+ALL_STAGES = {
+    "router": {"validate", "tokenize", "queue", "choose", "first_token", "stream", "reserve", "prefill"},
+    "prefill": {"admit", "queue", "match", "compute", "sample"},
+    "decode": {"admit", "prepare", "allocate", "load", "wait_to_run", "generate", "release"},
+}
+
+
+def of_roles(seconds: dict[str, float]) -> dict[str, set[str]]:
+    assert all(0 <= value < 15 for value in seconds.values())
+    found: dict[str, set[str]] = {}
+    for name in seconds.keys() - {"router.first_decode_token"}:  # a time between two events of other stages
+        role, _, stage = name.partition(".")
+        found.setdefault(role, set()).add(stage)
+    return found
+
+
+def trailers(client: GenerationClient, request_id: str, *asking: tuple[str, str]) -> dict[str, str | bytes]:
+    call = client.stub.Generate(request_of([5, 6, 7, 8], 4, request_id=request_id), timeout=15.0, metadata=asking)
+    with contextlib.suppress(grpc.RpcError):
+        list(call)
+    return dict(call.trailing_metadata())
+
+
+def test_timeline_when_it_is_asked_for_then_it_has_the_stages_of_all_three_processes(
+    http: httpx.Client, client: GenerationClient
+) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    answer = http.post(COMPLETIONS, json=body, headers={TIMELINE: "1"})
+    told = json.loads(answer.headers[TIMELINE])
+    assert of_roles(told) == ALL_STAGES
+    assert told.keys() == answer.json()["baton"]["timeline"].keys()
+    assert of_roles(json.loads(trailers(client, "asked", (TIMELINE, "1"))[TIMELINE])) == ALL_STAGES
+    assert TIMELINE not in http.post(COMPLETIONS, json=body).headers
+    assert TIMELINE not in trailers(client, "not-asked")
+
+
+def test_timeline_when_the_request_fails_then_it_says_how_far_each_process_got(
+    http: httpx.Client, client: GenerationClient
+) -> None:
+    asking = {TIMELINE: "1"}
+    code = ErrorCode.MALLOC_FAILED
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    request_id = f"{raised('p', code)}timeline"
+    failed = http.post(COMPLETIONS, json=body, headers={**asking, "X-Request-Id": request_id})
+    over_grpc = trailers(client, request_id, (TIMELINE, "1"))
+    # The decode leg may have come as far as to reserve, or not.
+    for told in (json.loads(failed.headers[TIMELINE]), json.loads(over_grpc[TIMELINE])):
+        found = of_roles(told)
+        assert found["router"] == ALL_STAGES["router"] - {"stream"}
+        assert found["prefill"] == {"admit"}
+    refused = http.post(COMPLETIONS, json={**body, "max_tokens": 0}, headers=asking)
+    assert refused.status_code == 400
+    assert of_roles(json.loads(refused.headers[TIMELINE])) == {"router": {"validate"}}
+    # In the middle of a stream there is no header any more.
+    with http.stream(
+        "POST", COMPLETIONS, json={**body, "stream": True}, headers={**asking, "X-Request-Id": "late-1"}
+    ) as stream:
+        events = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    error = json.loads(events[-2])
+    assert error["error"]["baton_code"] == int(ErrorCode.EXECUTION_EXCEPTION)
+    found = of_roles(error["baton"]["timeline"])
+    assert found["router"] >= {"first_token", "stream"}
+    assert found["decode"] >= {"admit", "load", "wait_to_run"}

@@ -27,6 +27,7 @@ from router.validation import GenerationParams
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import new_request_id, valid_request_id
 from rpc.stages import in_stage
+from rpc.timeline import TIMELINE_KEY, asks
 
 GRAPH_HEADER = "x-baton-prefill-cuda-graph"
 # A client that does not read is left this long after its request's own deadline.
@@ -66,6 +67,9 @@ class GenerationEndpoint:
             stream=content.get("stream") is True,
             arrival=arrival,
         ) as owner:
+            if asks(headers.get(TIMELINE_KEY, "")):
+                owner.wants_timeline = True
+                state["timeline"] = owner.seconds
             if refusal is not None:
                 raise refusal
             try:
@@ -92,7 +96,7 @@ class _Generation:
         self._finish: FinishEvent | None = None
 
     async def serve(self, content: dict[str, Any], receive: Receive, send: Send) -> None:
-        with in_stage(self._owner.clock):
+        with in_stage(self._owner.clock, self._owner.stop_check):
             body = (ChatBody if self._kind == "chat" else CompletionBody).parse(content)
             assert isinstance(body, ChatBody | CompletionBody)
             params = body.params()
@@ -104,7 +108,7 @@ class _Generation:
         async def work() -> None:
             try:
                 async with asyncio.timeout(None if limit is None else limit + SLOW_READER_GRACE_S):
-                    with in_stage(self._owner.clock):
+                    with in_stage(self._owner.clock, self._owner.stop_check):
                         request = await self._services.validator.prepare(params, self._owner)
                     if stream is None:
                         await self._whole(request, params, send)
@@ -249,7 +253,9 @@ class _Generation:
             if not stream.started:
                 raise
             self._owner.fail(error)
-            await stream.close(error_event(error) + DONE)
+            # By now the run has closed, and with it the clocks of what it waited for.
+            told = self._owner.seconds() if self._owner.wants_timeline else None
+            await stream.close(error_event(error, told) + DONE)
             return
         self._owner.finish(reason)
         await stream.close((chunks.usage(usage, encode(self._baton())) if body.include_usage else b"") + DONE)
@@ -271,8 +277,7 @@ class _Generation:
     def _baton(self) -> dict[str, Any]:
         """What Baton adds to a response; of several choices the first one's."""
         owner, finish = self._owner, self._finish
-        timeline = {f"router.{stage}": seconds for stage, seconds in owner.clock.seconds().items()}
-        timeline |= owner.timeline
+        timeline = owner.seconds()
         if finish is not None:
             timeline |= finish.timeline
         path = self._prefill.path if self._prefill is not None else owner.path

@@ -1,0 +1,101 @@
+"""One owner advances a request's stages: whoever runs inside a stage never does."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("rpc", "router", "front", "prefill_server", "decode_server", "cache_store", "engine", "cli")
+ADVANCES = frozenset(("next_stage", "finish_stage", "restore_stage", "enter_stage", "in_stage", "run_stage"))
+# Stages that end with an event of another process or of an engine step are advanced by the one object that takes the
+# event in; all others are blocks of code under `in_stage`.
+OWNERS = {
+    "rpc/stages.py",
+    "router/run.py",  # the router's stages from queue on
+    "router/legs.py",  # the two legs, each a clock of its own
+    "router/grpc_service.py",  # validate and tokenize, by in_stage
+    "router/http/routes/generation.py",  # the same
+    "front/reception.py",  # admit, by in_stage
+    "engine/requests.py",
+    "engine/scheduler/scheduler.py",
+    "engine/scheduler/batching.py",
+}
+
+
+def name_of(call: ast.Call) -> str:
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def stage_bodies(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """What runs inside a stage: bodies of `with in_stage(…)`, and functions that are handed to `run_stage…`."""
+    functions = {
+        node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With | ast.AsyncWith):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            if any(name_of(call) == "in_stage" for call in calls):
+                yield f"line {node.lineno}", node.body
+        if isinstance(node, ast.Call) and name_of(node).startswith("run_stage"):
+            for argument in node.args[1:]:
+                if isinstance(argument, ast.Name) and argument.id in functions:
+                    yield argument.id, functions[argument.id]
+                elif isinstance(argument, ast.Lambda):
+                    yield f"line {node.lineno}", [ast.Expr(argument.body)]
+
+
+def manual_calls(source: str) -> list[str]:
+    """Calls inside stage bodies that advance a stage."""
+    found = []
+    for where, body in stage_bodies(ast.parse(source)):
+        for statement in body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and name_of(node) in ADVANCES:
+                    found.append(f"{where}: {name_of(node)}, line {node.lineno}")
+    return found
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+                yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_stage_body_when_it_is_read_then_it_never_advances_a_stage() -> None:
+    # The function that runs a stage is no body of one.
+    wrong = {name: manual_calls(text) for name, text in sources() if name != "rpc/stages.py"}
+    assert {name: calls for name, calls in wrong.items() if calls} == {}
+
+
+def test_stages_when_they_are_advanced_then_only_by_their_owners() -> None:
+    users = {
+        name
+        for name, text in sources()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and name_of(node) in ADVANCES
+    }
+    assert users == OWNERS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "with in_stage(clock):\n    work()\n    clock.next_stage()",
+        "with in_stage(clock, stop) as name:\n    if name:\n        self._clock.finish_stage()",
+        "async def body():\n    clock.restore_stage()\nasync def run():\n    await run_stage(clock, body)",
+        "async def run():\n    await run_stage_with_retry(clock, lambda: clock.next_stage(), attempts=1)",
+        "with in_stage(clock):\n    with in_stage(clock):\n        pass",
+    ],
+)
+def test_manual_call_when_it_stands_in_a_stage_body_then_it_is_found(source: str) -> None:
+    assert manual_calls(source)
+
+
+def test_manual_call_when_it_stands_outside_then_it_is_not_reported() -> None:
+    assert manual_calls("clock.next_stage()\nwith in_stage(clock):\n    work()\nclock.finish_stage()") == []
