@@ -28,6 +28,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     rank: int = 0
     dtype: str = "auto"
     load_format: str = "auto"
+    grammars: bool = False  # keep to grammars; then a start without xgrammar, or without a tokenizer, fails
     attention_backend: str = "auto"
     device: str = "auto"
     threads: int = 0  # intra-op threads of torch; 0 leaves torch's own choice

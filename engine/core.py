@@ -20,6 +20,7 @@ import zmq
 
 from cache_store.agent import CacheStoreAgent
 from engine.config import EngineConfig
+from engine.grammar.compiling import GrammarWorkers
 from engine.kv_cache.cache import KvCache
 from engine.messages import (
     EngineEnvelope,
@@ -82,10 +83,12 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         kv: KvCache | None = None,
         embedding_size: int = 0,
+        grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before.
-        `embedding_size`: numbers of a row that may stand in place of a token's embedding; 0: the model takes none."""
+        `embedding_size`: numbers of a row that may stand in place of a token's embedding; 0: the model takes none.
+        `grammars`: compiles grammars of requests; None: such requests are refused."""
         limits = Limits.of(
             config,
             max_model_len=max_model_len,
@@ -98,7 +101,7 @@ class EngineCore:
         self.time = StepTime(clock)
         self.kv = kv or KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
         self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
-        self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time)
+        self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time, grammars)
         self.stopping = False
         self._seq = 0
         self._graph_log = LogLimit()
@@ -144,6 +147,7 @@ class EngineCore:
         self.time.refresh()
         self.transfer.hand_over()
         self.transfer.deliver(scheduler)
+        scheduler.take_grammars()
         scheduler.tick()
         plan = scheduler.form()
         if not plan.rows:

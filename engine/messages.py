@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
+from rpc.grammar import GrammarSpec
 from rpc.input_embeddings import InputEmbedding
 
 PROTOCOL_VERSION = 1
@@ -74,6 +75,7 @@ class AddRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     deadline_ns: int = 0  # 0: none; passing it ends the request with 603 GENERATE_TIMEOUT
     kv_source: KvSource | None = None  # set if and only if mode is DECODE
     input_embeddings: list[InputEmbedding] = []  # in place of those of prompt tokens
+    grammar: GrammarSpec | None = None  # the generated tokens keep to it
 
 
 class AbortRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -262,6 +264,7 @@ class EngineReady(msgspec.Struct, omit_defaults=True):
     cuda_version: str = ""
     captured: list[CapturedGraphs] = []
     embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
+    grammars: bool = False  # whether it can keep to grammars
 
 
 class EngineFailed(msgspec.Struct):

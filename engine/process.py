@@ -157,6 +157,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     from cache_store.agent import CacheStoreAgent
     from engine.core import EngineCore
     from engine.kv_cache.cache import KvCache
+    from engine.grammar.compiling import CACHE_BYTES, GrammarWorkers
     from engine.loader.errors import ModelLoadError
     from engine.memory import device_kv_blocks, free_memory_bytes, kv_blocks
     from engine.runner.decode_status import capture_sizes
@@ -164,6 +165,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
     from engine.transfer import agent_identity, agent_settings, kv_pool
 
+    from rpc.grammar_compiler import GrammarCompiler
     began = time.monotonic()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -183,6 +185,15 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         raise BatonError(ErrorCode.INVALID_PARAMS, f"--model {config.model}: {error}") from error
     model = runner.config
     config.check_lengths(model.max_model_len)
+    grammars: GrammarWorkers | None = None
+    if config.grammars:
+        compiler = GrammarCompiler.load(
+            Path(config.model),
+            vocab_size=model.vocab_size,
+            stop_token_ids=sorted(model.eos_token_ids),
+            cache_bytes=CACHE_BYTES,
+        )
+        grammars = GrammarWorkers(compiler, wakeup.wake)
     config = msgspec.structs.replace(config, block_size=runner.block_size)
     on_cuda = runner.device.type == "cuda"
     cuda_graphs = on_cuda if config.enable_cuda_graph is None else config.enable_cuda_graph
@@ -244,6 +255,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         kv=kv,
         embedding_size=runner.embedding_size,
     )
+        grammars=grammars,
     ready = EngineReady(
         engine_id=engine_id,
         rank=config.rank,
@@ -264,6 +276,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         captured=captured + prefill_graphs.captured,
         embedding_size=runner.embedding_size,
         stats=core.stats(),
+        grammars=grammars is not None,
     )
     return core, ready
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.grammar.matching import GrammarMatching
 from engine.input_embeddings import EmbeddingRows
 from engine.kv_cache.cache import Allocation, Chains
 from engine.messages import (
@@ -101,6 +102,7 @@ class Request:
         "events",
         "generating",
         "given",
+        "grammar",
         "graph_status",
         "held_since_s",
         "key",
@@ -134,6 +136,7 @@ class Request:
         chains: Chains,
         eos_token_ids: Sequence[int],
         embeddings: tuple[EmbeddingRows, ...] = (),
+        grammar: GrammarMatching | None = None,
     ) -> None:
         self.add = add
         self.key = add.request_key
@@ -174,8 +177,14 @@ class Request:
         self.events: list[TimelineEvent] = []
         self.clocks = [StageClock(COMPUTE_STAGES if self.compute_here else LOAD_STAGES, time)]
         self.clocks[0].next_stage()
-        self.sampling = SamplingRow(self.params, self.given, self.prompt, self.outputs, eos_token_ids)
+        self.grammar = grammar
+        self.sampling = SamplingRow(self.params, self.given, self.prompt, self.outputs, eos_token_ids, grammar)
         self.row = BatchRow(self.key, [], 0, self.block_table, True, self.sampling)
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Its grammar is still being compiled: nothing can be drawn for it."""
+        return self.grammar is not None and not self.grammar.ready
 
     @property
     def clock(self) -> StageClock:

@@ -38,7 +38,9 @@ class EngineLink:
 
     def came_up(self, ready: EngineReady) -> None:
         self.ready = ready
-        self.facts = ModelFacts(self.served_names, ready.vocab_size, ready.max_model_len, ready.embedding_size)
+        self.facts = ModelFacts(
+            self.served_names, ready.vocab_size, ready.max_model_len, ready.embedding_size, ready.grammars
+        )
         self.state = EngineState.UP
 
     def died(self, error: BatonError) -> None:

@@ -21,6 +21,7 @@ from engine.graph_settings import (
     MOST_REQUESTS,
     PrefillGraphSettings,
 )
+from rpc.grammar import grammar_enabled
 from rpc.server_settings import ServerSettings
 from rpc.settings import Flag
 
@@ -152,6 +153,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         role=role,
         model=str(Path(settings.model).resolve()),
         served_model_name=settings.served_names[0],
+        grammars=grammar_enabled(settings.grammar_backend),
         dtype=settings.dtype,
         load_format=settings.load_format,
         attention_backend=settings.attention_backend,

@@ -18,6 +18,7 @@ from typing import Literal
 from engine.messages import AddRequest, KvSource, RunMode, SamplingParams
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec, not_offered
 from rpc.ids import RequestKey, check_request_id, split_request_key
 from rpc.input_embeddings import InputEmbedding, check_input_embeddings
 
@@ -44,6 +45,7 @@ class ModelFacts:
     vocab_size: int
     max_model_len: int
     embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
+    grammars: bool = False  # whether the engine can keep to grammars
 
 
 def missing(name: str) -> BatonError:
@@ -125,7 +127,21 @@ def read_request(
         deadline_ns=deadline_ns,
         kv_source=kv_source,
         input_embeddings=embeddings,
+        grammar=_read_grammar(message, facts),
     )
+
+
+def _read_grammar(message: common_pb2.GenerateInput, facts: ModelFacts) -> GrammarSpec | None:
+    if not message.HasField("grammar"):
+        return None
+    if not facts.grammars:
+        raise not_offered("input.grammar")
+    kind, text = message.grammar.kind, message.grammar.text
+    if kind not in tuple(GrammarKind):
+        raise out_of_range("input.grammar.kind", repr(kind[:64]), f"one of {', '.join(GrammarKind)}")
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise out_of_range("input.grammar.text", f"{len(text)} characters", f"at most {MAX_GRAMMAR_BYTES} long")
+    return GrammarSpec(GrammarKind(kind), text)
 
 
 def read_embeddings(messages: Iterable[common_pb2.InputEmbedding]) -> list[InputEmbedding]:

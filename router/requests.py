@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rpc.deadline import Deadline
+from rpc.grammar import GrammarSpec
 from rpc.input_embeddings import InputEmbedding
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class RouterRequest:
     cache_salt: str = ""
     priority: int = 0
     input_embeddings: tuple[InputEmbedding, ...] = ()  # in place of those of prompt tokens
+    grammar: GrammarSpec | None = None  # what is generated keeps to it; it has been found to compile
     session_id: str = ""
     pin_prefill: str = ""
     pin_decode: str = ""

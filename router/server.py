@@ -22,6 +22,7 @@ from router.attempt import AttemptLimits
 from router.choice import Chooser
 from router.failover import FailoverSettings
 from router.fan_out import flush_caches
+from router.grammar.admission import GrammarAdmission
 from router.grpc_service import SERVICE, GenerationService, GrpcServices
 from router.http.app import build_app
 from router.http.services import HttpServices
@@ -131,10 +132,12 @@ class RouterServer:
         except BatonError as error:
             raise SystemExit(f"router: error: {error.message}") from None
         self.tokenizer = tokenizer
+        self.grammars = GrammarAdmission(settings.grammars, self.metrics)
         validator = RequestValidator(
             tokenizer,
             template,
             self.orchestrator.model,
+            grammars=self.grammars,
             log_content=settings.access_log_content,
             seed=settings.seed,
         )
@@ -226,7 +229,7 @@ class RouterServer:
         """Serves until told to stop; returns the exit status."""
         self.lifecycle.install()
         try:
-            async with self.registry, self.orchestrator:
+            async with self.registry, self.orchestrator, self.grammars:
                 background = [
                     asyncio.create_task(watch_loop_lag(self.metrics)),
                     asyncio.create_task(self._publish_health()),

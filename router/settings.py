@@ -9,7 +9,9 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from router.breaker import BreakerSettings
 from router.budget import Backoff
+from router.grammar.admission import GrammarSettings
 from router.requests import MAX_SEED
+from rpc.grammar import grammar_enabled
 from rpc.server_settings import CommonSettings, Port
 from rpc.settings import Flag
 
@@ -95,6 +97,16 @@ class RouterSettings(CommonSettings):
     seed: int | None = Field(
         None, ge=0, le=MAX_SEED, description="of the draws for requests that bring no seed; default: another each start"
     )
+    grammar_queue_timeout_seconds: float = Field(
+        30.0, gt=0, le=3600, description="longest wait of a grammar for a process that checks it"
+    )
+    grammar_compile_timeout_seconds: float = Field(
+        30.0, gt=0, le=3600, description="longest time to compile a grammar; then it is refused"
+    )
+    grammar_memory_mb: int = Field(
+        1024, ge=16, le=1 << 20, description="memory that compiling a grammar may take; beyond it is refused"
+    )
+    grammar_result_cache: int = Field(2048, ge=1, le=1 << 20, description="verdicts on grammars that are remembered")
     max_payload_size: ByteSize = Field(
         ByteSize(32 << 20), ge=1024, le=1 << 32, description="largest request body in bytes"
     )
@@ -126,6 +138,17 @@ class RouterSettings(CommonSettings):
         if both:
             raise ValueError(f"--prefill and --decode both name {', '.join(sorted(both))}")
         return self
+
+    @property
+    def grammars(self) -> GrammarSettings:
+        return GrammarSettings(
+            enabled=grammar_enabled(self.grammar_backend),
+            folder=str(self.model_folder.resolve()),
+            queue_timeout_s=self.grammar_queue_timeout_seconds,
+            compile_timeout_s=self.grammar_compile_timeout_seconds,
+            memory_bytes=self.grammar_memory_mb << 20,
+            result_cache=self.grammar_result_cache,
+        )
 
     @property
     def model_folder(self) -> Path:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.answer import AnswerRequest, Prompt
+from router.grammar.admission import GrammarAdmission
+from router.grammar.keys import AskedGrammar
 from router.open_requests import OpenRequest
 from router.requests import Api, ModelFacts, RouterRequest, Sampling
 from router.text.chat_template import ChatTemplate, missing_template
 from router.text.tokenizer import Tokenizer
 from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import not_offered
 from rpc.input_embeddings import InputEmbedding, check_input_embeddings
 
 DEFAULT_MAX_TOKENS = 16
@@ -72,6 +75,7 @@ class GenerationParams:
     priority: int | None = None
     cache_salt: str = ""
     input_embeddings: Sequence[InputEmbedding] = ()  # of a single prompt
+    grammar: AskedGrammar | None = None
     session_id: str = ""
     pin_prefill: str = ""
     pin_decode: str = ""
@@ -198,11 +202,14 @@ class RequestValidator:
         template: ChatTemplate | None,
         model: Callable[[], ModelFacts],
         *,
+        grammars: GrammarAdmission | None = None,
         log_content: bool = False,
         seed: int | None = None,
     ) -> None:
-        """`seed`: of the seeds drawn for requests that bring none; None draws from the system."""
+        """`grammars`: None refuses requests that have one. `seed`: of the seeds drawn for requests that bring none;
+        None draws from the system."""
         self.log_content = log_content
+        self._grammars = grammars
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self.tokenizer = tokenizer
         self.template = template
@@ -224,6 +231,10 @@ class RequestValidator:
     async def prepare(self, params: GenerationParams, owner: OpenRequest) -> AnswerRequest:
         """The sequences to generate. LONG_PROMPT_ERROR, with both numbers, when prompt and answer do not
         fit."""
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise not_offered(params.grammar.field)
+            await self._grammars.admit(params.grammar.spec, params.grammar.field)
         facts = self.model()
         name = check_model(params.model, facts)
         prompts = [self._fit(prompt, params, facts.max_model_len) for prompt in await self._prompts(params, facts)]
@@ -249,6 +260,7 @@ class RequestValidator:
                 cache_salt=params.cache_salt,
                 priority=params.priority or 0,
                 input_embeddings=tuple(params.input_embeddings),
+                grammar=None if params.grammar is None else params.grammar.spec,
                 session_id=params.session_id,
                 pin_prefill=params.pin_prefill,
                 pin_decode=params.pin_decode,

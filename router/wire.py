@@ -58,6 +58,9 @@ def generate_input(
             common_pb2.InputEmbedding(location=item.location, values=item.values, dtype=item.dtype)
             for item in request.input_embeddings
         ],
+        grammar=None
+        if request.grammar is None
+        else common_pb2.Grammar(kind=request.grammar.kind.value, text=request.grammar.text),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from rpc.grammar import GrammarBackend
 from rpc.logs import AccessLog
 from rpc.settings import Flag, Settings
 
@@ -53,6 +54,10 @@ class CommonSettings(Settings):
     )
     drain_timeout_secs: float = Field(
         120.0, gt=0, le=86400, description="time after SIGTERM at which open requests are ended"
+    )
+    grammar_backend: GrammarBackend = Field(
+        "auto",
+        description="structured output: auto: where xgrammar is installed; xgrammar: no start without it; none: off",
     )
     max_rpc_timeout_ms: int = Field(
         7_200_000, description="limit of every RPC that comes without a deadline; 0 or less: none"

@@ -6,3 +6,6 @@ import os
 # tells as much as PyTorch would, without importing PyTorch into tests that do without.
 if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Structured output costs each process of a cluster a second at its start; the tests that need it ask for it.
+os.environ.setdefault("BATON_GRAMMAR_BACKEND", "none")

@@ -14,8 +14,15 @@ def logits_not_finite() -> BatonError:
     )
 
 
-def every_token_masked() -> BatonError:
-    """The mask of stop tokens covers every token that the model gave a finite logit."""
+def every_token_masked(by_grammar: bool = False) -> BatonError:
+    """The masks of stop tokens, and of the row's grammar if it has one, cover every token that the model gave a finite
+    logit."""
+    if by_grammar:
+        return BatonError(
+            ErrorCode.INVALID_PARAMS,
+            "the grammar and min_tokens leave no token to draw: lower min_tokens, or allow more text",
+            param="min_tokens",
+        )
     return BatonError(
         ErrorCode.INVALID_PARAMS,
         "min_tokens leaves no token to draw: every token of the vocabulary is a stop token; lower it",

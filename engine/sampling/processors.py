@@ -1,4 +1,4 @@
-"""Changes of the logits before a token is chosen: bias, mask of stop tokens, penalties."""
+"""Changes of the logits before a token is chosen: bias, mask of stop tokens, penalties, mask of a grammar."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from engine.sampling.row import SamplingRow
 
 
 def apply_processors(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> None:
-    """Applies bias, min-tokens mask and penalties, in this order, to contiguous `logits` [rows, vocab].
+    """Applies bias, min-tokens mask, penalties and grammars, in this order, to contiguous `logits` [rows, vocab].
 
-    Changes `logits` in place. Work is proportional to the number of tokens named by the rows, never to the
-    vocabulary. Token ids outside the vocabulary have no logit and are passed over.
+    Changes `logits` in place. Work is proportional to the number of tokens named by the rows, and to the vocabulary
+    only for rows with a grammar. Token ids outside the vocabulary have no logit and are passed over.
     """
     _add_bias(logits, rows)
     _mask_stop_tokens(logits, rows)
     _penalize_repetition(logits, rows)
     _penalize_output(logits, rows)
+    _mask_by_grammar(logits, rows)
 
 
 def _add_bias(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> None:
@@ -69,6 +70,15 @@ def _penalize_output(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -
         frequency = np.array([row.params.frequency_penalty for row in rows], dtype=np.float32)[at // vocab]
         presence = np.array([row.params.presence_penalty for row in rows], dtype=np.float32)[at // vocab]
         logits.reshape(-1)[at] -= frequency * counts.astype(np.float32) + presence
+
+
+def _mask_by_grammar(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> None:
+    vocab = logits.shape[1]
+    for i, row in enumerate(rows):
+        mask = None if row.grammar is None else row.grammar.mask
+        if mask is not None:
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab)
+            logits[i, allowed == 0] = -np.inf
 
 
 def _places(named: Sequence[tuple[int, Sequence[int]]], vocab: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.messages import SamplingParams, TokenLogprob
 from rpc.errors import BatonError
+
+if TYPE_CHECKING:
+    from engine.grammar.matching import GrammarMatching
 
 
 @dataclass(slots=True)
@@ -18,6 +22,7 @@ class SamplingRow:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # generated so far; read for penalties only
     eos_token_ids: Sequence[int]
+    grammar: GrammarMatching | None = None  # what masks the tokens that it does not allow
 
     @property
     def greedy(self) -> bool:
@@ -29,7 +34,7 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, mask or penalties apply to this row."""
+        """Whether bias, masks or penalties apply to this row."""
         params = self.params
         return (
             params.repetition_penalty != 1.0
@@ -37,6 +42,7 @@ class SamplingRow:
             or params.frequency_penalty != 0.0
             or self.masks_stop_tokens
             or bool(params.logit_bias)
+            or self.grammar is not None
         )
 
 

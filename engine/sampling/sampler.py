@@ -21,8 +21,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     """Chooses one token per row.
 
     logits: [rows, vocab], not changed; float32, or a narrower type that is widened. rows: one per row of
-    logits. Order: logit bias, min-tokens mask, penalties, then for greedy rows (temperature 0) the largest
-    logit, lowest id on ties, and for the others temperature, min-p, top-k, top-p and one draw.
+    logits. Order: logit bias, min-tokens mask, penalties, the mask of a grammar, then for greedy rows
+    (temperature 0) the largest logit, lowest id on ties, and for the others temperature, min-p, top-k, top-p and one
+    draw.
     Log-probabilities are those of the raw logits. A row's result depends only on its own logits and its
     SamplingRow: neither on the batch around it nor on any global random state, which is neither read nor
     advanced.
@@ -65,11 +66,11 @@ def _failures(
     finite = np.isfinite(peaks)
     if finite.all():
         return [None] * len(rows)
-    return [None if usable else _unusable(raw[i]) for i, usable in enumerate(finite)]
+    return [None if usable else _unusable(raw[i], rows[i]) for i, usable in enumerate(finite)]
 
 
-def _unusable(raw: NDArray[np.float32]) -> BatonError:
-    return every_token_masked() if np.isfinite(raw.max()) else logits_not_finite()
+def _unusable(raw: NDArray[np.float32], row: SamplingRow) -> BatonError:
+    return every_token_masked(row.grammar is not None) if np.isfinite(raw.max()) else logits_not_finite()
 
 
 def _choose(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[int]:

@@ -117,10 +117,10 @@ class Batcher:
         return plan
 
     def _seat_loaded(self) -> None:
-        while self.ready and len(self.running) < self.limits.max_num_seqs:
-            request = self.ready.first()
-            assert request is not None
-            if not self.reaches(request, "generate"):
+        for request in list(self.ready):
+            if len(self.running) >= self.limits.max_num_seqs:
+                return
+            if request.waits_for_grammar or not self.reaches(request, "generate"):
                 continue
             self.ready.remove(request)
             request.state = RequestState.RUNNING
@@ -206,14 +206,17 @@ class Batcher:
     def _admit(self, plan: StepPlan, short_of_blocks: bool) -> None:
         """Gives blocks to those who wait, in order, until they run out: nobody is overtaken for lack of blocks.
 
-        A request that waits for a seat or for a share of the batch does not hold up those who only want to load.
+        A request that waits for a seat or for a share of the batch does not hold up those who only want to load; one
+        whose grammar is being compiled holds up nobody.
         """
         computing, loading = iter(self.waiting), iter(self.reserving)
         compute, load = next(computing, None), next(loading, None)
         while compute is not None or load is not None:
             if load is None or (compute is not None and compute.order < load.order):
                 assert compute is not None
-                if short_of_blocks or not self._may_start(plan, compute):
+                if compute.waits_for_grammar:
+                    compute = next(computing, None)
+                elif short_of_blocks or not self._may_start(plan, compute):
                     compute = None
                 elif not self.reaches(compute, "match"):
                     compute = next(computing, None)

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from engine.grammar.compiling import GrammarWorkers
+from engine.grammar.matching import GrammarMatching
 from engine.input_embeddings import digest_of, read_embeddings
 from engine.kv_cache.cache import KvCache
 from engine.messages import (
@@ -33,6 +35,7 @@ from engine.scheduler.limits import Limits, check_request
 from engine.scheduler.load_policy import AfterFailure, after_failed_load
 from engine.scheduler.news import News, engine_error
 from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import not_offered
 from rpc.graph_status import PrefillGraphStatus
 from rpc.status import load_failed
 
@@ -77,7 +80,11 @@ class Transfer(Protocol):
 class Scheduler:
     """Not thread-safe. `time` is refreshed by the caller at each moment that matters."""
 
-    def __init__(self, kv: KvCache, limits: Limits, transfer: Transfer, time: StepTime) -> None:
+    def __init__(
+        self, kv: KvCache, limits: Limits, transfer: Transfer, time: StepTime, grammars: GrammarWorkers | None = None
+    ) -> None:
+        """grammars: compiles what requests are to keep to; without it, requests with a grammar are refused."""
+        self.grammars = grammars
         self.kv = kv
         self.limits = limits
         self.transfer = transfer
@@ -114,7 +121,7 @@ class Scheduler:
             check_request(add, self.limits)
             embeddings = read_embeddings(add.input_embeddings, len(add.prompt_token_ids), self.limits.embedding_size)
             chains = self.kv.chains(add.cache_salt, digest_of(add.input_embeddings))
-            request = Request(add, self._sequence, self.time, chains, self._eos, embeddings)
+            request = Request(add, self._sequence, self.time, chains, self._eos, embeddings, self._matching(add))
             self.batcher.check_fits(request)
         except BatonError as error:
             if error.code is ErrorCode.EXCEEDS_KV_CACHE_MAX_LEN:
@@ -125,6 +132,8 @@ class Scheduler:
             return
         self._sequence += 1
         self.open[key] = request
+        if self.grammars is not None and add.grammar is not None:
+            self.grammars.submit(key, add.grammar)
         if request.deadline_s:
             self._set_timer(request.deadline_s, key)
         if request.compute_here:
@@ -135,6 +144,27 @@ class Scheduler:
             if self.batcher.reaches(request, "prepare"):
                 request.clock.next_stage()  # prepare is over: allocate
                 self.batcher.reaches(request, "allocate")
+
+    def _matching(self, add: AddRequest) -> GrammarMatching | None:
+        if add.grammar is None:
+            return None
+        if self.grammars is None:
+            raise not_offered()
+        if not self._eos:
+            raise BatonError(
+                ErrorCode.GRAMMAR_EOS_OUT_OF_VOCAB, "the model has no end-of-sequence token, which a grammar ends with"
+            )
+        return GrammarMatching(self.grammars.compiler)
+
+    def take_grammars(self) -> None:
+        """Lets requests go on whose grammars have been compiled since, and ends those whose have not."""
+        for key, result in self.grammars.take() if self.grammars is not None else ():
+            request = self.open.get(key)
+            if request is None or request.grammar is None or request.grammar.ready:
+                continue
+            error = result if isinstance(result, BatonError) else request.grammar.begin(result, request.outputs)
+            if error is not None:
+                self._fail(request, error)
 
     def abort(self, abort: AbortRequest) -> None:
         """Ends a request in whatever state it is, within this step."""
@@ -232,6 +262,11 @@ class Scheduler:
             request.prefilling = False
             if not request.generating and not self.batcher.reaches(request, "sample"):
                 continue
+            if request.grammar is not None:
+                rejected = request.grammar.commit(outcome.token_id)
+                if rejected is not None:  # before anybody sees the token
+                    self._fail(request, rejected)
+                    continue
             if request.generating:
                 self._append(request, outcome.token_id, outcome.logprob, outcome.top_logprobs)
                 continue
@@ -360,6 +395,11 @@ class Scheduler:
         request.graph_status.decide(answer.info.cuda_graph_status)  # the prefill server's, which stays
         request.state = RequestState.READY
         self.batcher.ready.add(request)
+        if request.grammar is not None and request.grammar.ready:
+            rejected = request.grammar.commit(answer.token_id)
+            if rejected is not None:
+                self._fail(request, rejected)
+                return
         self._limit_wait(request)
         output = self.news.output(key)
         output.loaded = True

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from router.grammar.keys import AskedGrammar, read_grammar
 from router.http.body import json_type
 from router.validation import GenerationParams, out_of_range
 from rpc.errors import BatonError, ErrorCode
@@ -191,12 +192,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Bool = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-
-
 class GenerationBody(Body):
     """What completions and chat have in common."""
 
@@ -225,7 +220,19 @@ class GenerationBody(Body):
     priority: Int = None
     cache_salt: Text = None
     request_id: Text = None
-    response_format: ResponseFormat | None = None
+    private_request: Bool = None
+    response_format: Any = None
+    # Grammars, and other names for them; see router/grammar/keys.py.
+    json_schema: Any = None
+    regex: Any = None
+    choice: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
     kv_transfer_params: Any = None
 
     def _params(self, api: Literal["chat", "completions"]) -> GenerationParams:
@@ -239,10 +246,9 @@ class GenerationBody(Body):
             raise BatonError(
                 ErrorCode.INVALID_PARAMS, "stream_options must be absent without stream: true", param="stream_options"
             )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise out_of_range(
-                "response_format", self.response_format.type, 'of type "text"; structured output is not available'
-            )
+        grammar = read_grammar(self.__dict__)
+        if grammar is not None:
+            self._check_no_beams(grammar)
         return GenerationParams(
             api=api,
             model=self.model,
@@ -266,7 +272,17 @@ class GenerationBody(Body):
             stream=bool(self.stream),
             priority=self.priority,
             cache_salt=self.cache_salt or "",
+            grammar=grammar,
         )
+
+    def _check_no_beams(self, grammar: AskedGrammar) -> None:
+        """Beam search is not offered, and who asks for it is told of nothing; a grammar would be another matter."""
+        extra = self.model_extra or {}
+        beams = extra.get("num_beams")
+        if extra.get("use_beam_search") is True or (isinstance(beams, int) and beams > 1):
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS, f"{grammar.field} must be absent with beam search", param=grammar.field
+            )
 
     @property
     def include_usage(self) -> bool:

@@ -18,8 +18,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.tokenizer import read_json
 from rpc.errors import BatonError, ErrorCode
+from rpc.vocabulary import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 

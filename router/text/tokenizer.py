@@ -10,26 +10,29 @@ ignored beside it.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from router.text.token_bytes import ByteRule, byte_rule
 from rpc.errors import BatonError, ErrorCode
+from rpc.token_bytes import ByteRule, byte_rule
+from rpc.vocabulary import (
+    load_backend,
+    mark_special,
+    read_json,
+    special_ids,
+    special_token_strings,
+    vocabulary_size,
+)
 
 # Encoding runs at about 1 MB/s and more, so this much text holds the event loop for 2 ms at the most.
 INLINE_CHARS = 2048
 # Text that is longer than this many times the longest token per token of context cannot fit; it is not even
 # encoded. The factor leaves room for normalizers that shorten text.
 SHRINK_FACTOR = 4
-
-_NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 class Tokenizer:
     """Text to token ids and back. Safe to use from several threads; `close()` ends its own.
@@ -43,14 +46,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.name = name
-        self.special_tokens = _special_token_strings(config)
-        known = [token for token in self._all_special(config) if backend.token_to_id(token) is not None]
-        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
+        self.special_tokens = special_token_strings(config)
+        mark_special(backend, config)
         self._backend = backend
-        self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
-        self.vocab_size = 1 + max((backend.get_vocab_size() - 1, *backend.get_added_tokens_decoder()), default=0)
+        self.special_ids = special_ids(backend)
+        self.vocab_size = vocabulary_size(backend)
         self.rule: ByteRule | None = byte_rule(backend.decoder)
         self._pieces: dict[int, bytes] = {}
         self._longest_token = max((len(self.id_to_token(i) or "") for i in range(self.vocab_size)), default=1)
@@ -59,14 +59,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Reads `folder`; raises INVALID_PARAMS naming the file that is missing or broken."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise BatonError(ErrorCode.INVALID_PARAMS, f"model folder {folder} has no tokenizer.json", param="--model")
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for whatever it cannot read
-            raise BatonError(ErrorCode.INVALID_PARAMS, f"{path}: {error}", param="--model") from None
-        return cls(backend, read_json(folder / "tokenizer_config.json"), name=folder.name)
+        return cls(load_backend(folder), read_json(folder / "tokenizer_config.json"), name=folder.name)
 
     @property
     def bos_token(self) -> str | None:
@@ -75,20 +68,6 @@ class Tokenizer:
     @property
     def eos_token(self) -> str | None:
         return self.special_tokens.get("eos_token")
-
-    def _all_special(self, config: dict[str, Any]) -> list[str]:
-        extra: list[str] = []
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            value = config.get(key)
-            if isinstance(value, dict):
-                value = list(value.values())
-            extra += [text for item in value or () if (text := _token_text(item)) is not None]
-        marked = [
-            text
-            for item in (config.get("added_tokens_decoder") or {}).values()
-            if isinstance(item, dict) and item.get("special") and (text := _token_text(item)) is not None
-        ]
-        return list(dict.fromkeys([*self.special_tokens.values(), *extra, *marked]))
 
     # -- text to ids
 
@@ -170,29 +149,3 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} when there is no file; INVALID_PARAMS naming the file when it is
-    broken."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BatonError(ErrorCode.INVALID_PARAMS, f"{path}: {error}", param="--model") from None
-    if not isinstance(content, dict):
-        raise BatonError(ErrorCode.INVALID_PARAMS, f"{path}: must hold a JSON object", param="--model")
-    return content
-
-
-def _token_text(value: Any) -> str | None:
-    """A token of a configuration: a string, or an object with `content`."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _special_token_strings(config: dict[str, Any]) -> dict[str, str]:
-    found = ((name, _token_text(config.get(name))) for name in _NAMED_SPECIAL)
-    return {name: text for name, text in found if text is not None}

@@ -1,0 +1,64 @@
+"""What structured output is asked for with, and whether this installation offers it. Imports no library."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from rpc.errors import BatonError, ErrorCode
+from rpc.xgrammar_library import xgrammar_installed
+
+GrammarBackend = Literal["auto", "xgrammar", "none"]
+
+MAX_GRAMMAR_BYTES = 1 << 20
+
+
+class GrammarKind(StrEnum):
+    """How `GrammarSpec.text` is written."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; no text
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"  # GBNF; the root rule is `root`
+    STRUCTURAL_TAG = "structural_tag"  # xgrammar's JSON form: free text with constrained parts
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """One grammar that an answer must keep to, as it travels from the router to the engines."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
+def grammar_enabled(backend: GrammarBackend) -> bool:
+    """Whether structured output is on; whether it then works is seen when the library is loaded."""
+    return backend == "xgrammar" or (backend == "auto" and xgrammar_installed())
+
+
+def not_offered(param: str | None = None) -> BatonError:
+    """What a request with a grammar gets where structured output is off."""
+    return BatonError(
+        ErrorCode.INVALID_PARAMS,
+        "structured output is not available here: it needs the package xgrammar and --grammar-backend auto or xgrammar",
+        param=param,
+    )
+
+
+def choice_grammar(choices: list[str]) -> str:
+    """EBNF of exactly one of the strings."""
+    return "root ::= " + " | ".join(_quoted(choice) for choice in choices)
+
+
+def _quoted(text: str) -> str:
+    escaped = []
+    for char in text:
+        if char in '"\\':
+            escaped.append("\\" + char)
+        elif char.isprintable() or char == " ":
+            escaped.append(char)
+        else:
+            code = ord(char)
+            escaped.append(f"\\x{code:02x}" if code < 0x80 else f"\\U{code:08x}")
+    return '"' + "".join(escaped) + '"'

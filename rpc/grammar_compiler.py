@@ -1,0 +1,173 @@
+"""From a grammar's text to a compiled grammar of one model's vocabulary, with `xgrammar`.
+
+The router's helper processes use it to admit requests, engines to keep to them: what one accepts the other does too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import GrammarKind, GrammarSpec
+from rpc.json_schema_support import UnsupportedSchema, check_schema
+from rpc.vocabulary import Vocabulary
+from rpc.xgrammar_library import XgrammarUnavailable, load_xgrammar
+
+# Between the signs of a JSON text. Without a bound, a model can write spaces until it runs out of tokens.
+MAX_WHITESPACE = 16
+# "[time] file:line: " before the library's messages.
+_WHERE_IN_LIBRARY = re.compile(r"^(?:\[[0-9:.]+\]\s*)?(?:\S+\.(?:cc|h):\d+:\s*)")
+_POSITION = re.compile(r"line (\d+), column (\d+)|position (\d+)")
+_MAX_MESSAGE = 400
+
+
+class GrammarCompiler:
+    """Compiles for one vocabulary. `compile` may run on several threads at once; each takes one core."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, vocab_size: int, stop_token_ids: Sequence[int], cache_bytes: int
+    ) -> None:
+        """vocab_size: of the model's logits, which may be more than the tokenizer's. stop_token_ids: the model's ends
+        of sequence; none means that only the text is looked at. cache_bytes: of compiled grammars that are kept.
+
+        Raises BatonError: INVALID_PARAMS naming the flag when the library cannot be used,
+        GRAMMAR_VOCAB_EXCEEDS_MODEL_VOCAB and GRAMMAR_EOS_OUT_OF_VOCAB when the vocabulary does not fit.
+        """
+        try:
+            library = load_xgrammar()
+        except XgrammarUnavailable as error:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"--grammar-backend: xgrammar cannot be used ({error}); repair it, or use --grammar-backend none",
+                param="--grammar-backend",
+            ) from None
+        if len(vocabulary.pieces) > vocab_size:
+            raise BatonError(
+                ErrorCode.GRAMMAR_VOCAB_EXCEEDS_MODEL_VOCAB,
+                f"the tokenizer has {len(vocabulary.pieces)} tokens, but the model has logits for {vocab_size}",
+            )
+        outside = [token for token in stop_token_ids if not 0 <= token < vocab_size]
+        if outside:
+            raise BatonError(
+                ErrorCode.GRAMMAR_EOS_OUT_OF_VOCAB,
+                f"the end-of-sequence token {outside[0]} is outside the model's vocabulary of {vocab_size}",
+            )
+        self.library = library
+        self.vocab_size = vocab_size
+        self.stop_token_ids = tuple(stop_token_ids)
+        try:
+            tokens = library.TokenizerInfo(
+                list(vocabulary.pieces),
+                library.VocabType.RAW,
+                vocab_size=vocab_size,
+                stop_token_ids=list(stop_token_ids),
+            )
+            # One thread each: several grammars compile side by side, and the library's own threads wait busily.
+            self._compiler = library.GrammarCompiler(tokens, max_threads=1, cache_limit_bytes=cache_bytes)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"--grammar-backend: xgrammar does not take this model's vocabulary ({_cleaned(error)})",
+                param="--grammar-backend",
+            ) from error
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, vocab_size: int = 0, stop_token_ids: Sequence[int] = (), cache_bytes: int
+    ) -> GrammarCompiler:
+        """For the tokenizer of a model folder. vocab_size 0: the tokenizer's own."""
+        vocabulary = Vocabulary.load(folder)
+        return cls(
+            vocabulary,
+            vocab_size=vocab_size or len(vocabulary.pieces),
+            stop_token_ids=stop_token_ids,
+            cache_bytes=cache_bytes,
+        )
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        """The library's compiled grammar.
+
+        Raises ERROR_GENERATE_CONFIG_FORMAT with the parser's position in message and metadata, or with the cause
+        `memory` when there was not enough.
+        """
+        if spec.kind is GrammarKind.JSON_SCHEMA:
+            _check_json_schema(spec.text)
+        try:
+            return self._compile(spec)
+        except MemoryError:
+            raise _out_of_memory(spec) from None
+        except RecursionError:
+            raise _refused(spec, "it is nested too deeply") from None
+        except (RuntimeError, ValueError, TypeError) as error:
+            if "bad_alloc" in str(error):  # how the library reports that memory ran out
+                raise _out_of_memory(spec) from None
+            raise _refused(spec, _cleaned(error)) from error
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        compiler = self._compiler
+        match spec.kind:
+            case GrammarKind.JSON_OBJECT:
+                return compiler.compile_json_schema(
+                    '{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
+                )
+            case GrammarKind.JSON_SCHEMA:
+                # Strict: what a schema does not name is not written, unless it says so (additionalProperties).
+                return compiler.compile_json_schema(spec.text, strict_mode=True, max_whitespace_cnt=MAX_WHITESPACE)
+            case GrammarKind.REGEX:
+                return compiler.compile_regex(spec.text)
+            case GrammarKind.EBNF:
+                return compiler.compile_grammar(spec.text)
+            case GrammarKind.STRUCTURAL_TAG:
+                return compiler.compile_structural_tag(spec.text)
+
+
+def _check_json_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _error(
+            GrammarKind.JSON_SCHEMA,
+            f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            {"line": str(error.lineno), "column": str(error.colno)},
+        ) from None
+    except RecursionError:
+        raise _error(GrammarKind.JSON_SCHEMA, "is nested too deeply", {}) from None
+    try:
+        check_schema(schema)
+    except UnsupportedSchema as error:
+        raise _error(GrammarKind.JSON_SCHEMA, f"at {error.pointer}: {error}", {"pointer": error.pointer}) from None
+
+
+def _cleaned(error: Exception) -> str:
+    text = _WHERE_IN_LIBRARY.sub("", str(error)).strip()
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
+
+
+def _refused(spec: GrammarSpec, problem: str) -> BatonError:
+    metadata = {}
+    found = _POSITION.search(problem)
+    if found:
+        line, column, position = found.groups()
+        metadata = {"position": position} if position else {"line": line, "column": column}
+    return _error(spec.kind, f"does not compile: {problem}", metadata)
+
+
+def _out_of_memory(spec: GrammarSpec) -> BatonError:
+    return _error(
+        spec.kind,
+        "needs more memory to compile than it may take (--grammar-memory-mb); simplify it",
+        {"cause": "memory"},
+    )
+
+
+def _error(kind: GrammarKind, problem: str, metadata: dict[str, str]) -> BatonError:
+    return BatonError(
+        ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
+        f"{kind} {problem}",
+        param=kind.value,
+        metadata={"cause": "grammar", **metadata},
+    )
