@@ -48,7 +48,8 @@ _log = logging.getLogger(__name__)
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 after the front's shutdown message, 1 after a failure that it was told of, 2 without a front."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # SIGHUP asks for log files to be opened anew; this process has none, and writes where its front's stderr goes.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description="Engine of a Baton server. Started by its front, not by hand.")
     parser.add_argument("--inbox", required=True, help="socket of the front's messages")

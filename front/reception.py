@@ -28,7 +28,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
-from rpc.server import cancel_code, tell_timeline
+from rpc.server import cancel_code, current_call, tell_timeline
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StopCheck, in_stage
 from rpc.status import decode_view
 
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 class Reception:
     """All requests of one server. Belongs to the event loop.
 
-    `access_log` gets one dictionary per request at its end. `stop_wait_s` bounds the wait for the engine to
-    let go of a request that was aborted.
+    `access_log` gets one dictionary per request at its end, `arrival_log` one when it was admitted. `stop_wait_s`
+    bounds the wait for the engine to let go of a request that was aborted.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Reception:
         metrics: Registry,
         drain: Callable[[], Drain],
         access_log: Callable[[Mapping[str, object]], None],
+        arrival_log: Callable[[Mapping[str, object]], None] | None = None,
         max_rpc_s: float,
         stop_wait_s: float,
     ) -> None:
@@ -68,6 +69,7 @@ class Reception:
         self.stop_wait_s = stop_wait_s
         self._drain = drain
         self._access_log = access_log
+        self._arrival_log = arrival_log
         self._max_rpc_s = max_rpc_s
         self._scopes: dict[str, RequestScope] = {}
 
@@ -76,7 +78,9 @@ class Reception:
         # A call without a deadline is limited by the RPC's own maximum, which is not the request's deadline.
         given = context.time_remaining() is not None
         deadline = Deadline.from_context(context, self._max_rpc_s) if given else Deadline.never()
-        return RequestScope(self, context, mode, deadline, 0.0 if given else self._max_rpc_s)
+        scope = RequestScope(self, context, mode, deadline, 0.0 if given else self._max_rpc_s)
+        scope.request.private = current_call().private
+        return scope
 
     def check_open(self) -> None:
         """Raises ENGINE_DEAD or SERVER_DRAINING when no request can be taken now."""
@@ -84,7 +88,11 @@ class Reception:
         self._drain().check()
 
     def opened(self, scope: RequestScope) -> None:
-        self._scopes[scope.request.request_key] = scope
+        request = scope.request
+        self._scopes[request.request_key] = scope
+        if self._arrival_log is not None:
+            names = ("request_id", "request_key", "attempt", "model", "private", "prompt_tokens")
+            self._arrival_log({"mode": request.mode.value, **{name: getattr(request, name) for name in names}})
 
     def remaining(self) -> int:
         """Requests that a drain waits for: open RPCs and staged KV."""
@@ -186,6 +194,8 @@ class Reception:
             line.pop(name, None)
         line["seconds"] = line.pop("age_seconds")
         line["model"] = request.model
+        line["private"] = request.private
+        line["error"] = request.terminal.error if request.terminal is not None else None
         line["path"] = "colocated" if request.mode is RunMode.LOCAL else "pd"
         if request.waits_for:
             line["kv_source"] = request.waits_for

@@ -95,6 +95,7 @@ class Request:
         self.request_key = ""
         self.attempt = 0
         self.model = ""
+        self.private = False  # nothing is logged of it but a failure
         self.waits_for = ""
         self.prompt_tokens = 0
         self.generated_tokens = 0

@@ -59,7 +59,12 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         request_id = request.request_id or (call.request_id if call.request_id_given else new_request_id())
         streamed = request.stream if request.HasField("stream") else True
         with self._services.open_requests.open(
-            request_id, api="grpc", model=request.model, stream=streamed, deadline=call.deadline
+            request_id,
+            api="grpc",
+            model=request.model,
+            stream=streamed,
+            deadline=call.deadline,
+            private=call.private,
         ) as owner:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             owner.wants_timeline = tell_timeline(owner.seconds)

@@ -49,9 +49,13 @@ _log = logging.getLogger(__name__)
 
 
 class AccessRecord(Protocol):
-    """Where the line about a finished request goes (rpc.logs.AccessLog)."""
+    """Where the lines about a request go (rpc.access_log.AccessLog)."""
 
-    def record(self, *, request_id: str, code: str, **fields: Any) -> None: ...
+    def arrived(self, *, request_id: str, private: bool = False, **fields: Any) -> None: ...
+
+    def record(
+        self, *, request_id: str, code: str, private: bool = False, error: BaseException | None = None, **fields: Any
+    ) -> None: ...
 
 
 @dataclass
@@ -87,6 +91,7 @@ class OpenRequest:
         stream: bool,
         arrival: float,
         deadline: Deadline,
+        private: bool = False,
     ) -> None:
         self._table = table
         self.request_id = request_id
@@ -95,6 +100,8 @@ class OpenRequest:
         self.stream = stream
         self.arrival = arrival
         self.deadline = deadline
+        # Nothing is logged of it but a failure.
+        self.private = private
         self.clock = StageClock(ROUTER_STAGES)
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -207,7 +214,9 @@ class OpenRequest:
         if isinstance(exc, BatonError):
             self.fail(exc)
         elif isinstance(exc, Exception):
-            self.fail(BatonError(ErrorCode.UNKNOWN_ERROR, metadata={"exception": type(exc).__name__}))
+            error = BatonError(ErrorCode.UNKNOWN_ERROR, metadata={"exception": type(exc).__name__})
+            error.__cause__ = exc
+            self.fail(error)
         elif self.outcome is None and self.error is None:
             if self.deadline.remaining() <= DEADLINE_TOLERANCE_S:
                 # A client that gives its call a deadline cuts it off itself, at the same moment.
@@ -257,8 +266,10 @@ class OpenRequests:
         stream: bool = False,
         arrival: float | None = None,
         deadline: Deadline | None = None,
+        private: bool = False,
     ) -> OpenRequest:
-        """Opens a client request; its deadline is the earlier of `deadline` and the router's own limit.
+        """Opens a client request; its deadline is the earlier of `deadline` and the router's own limit. Of a `private`
+        one nothing is logged but a failure.
 
         Raises INVALID_PARAMS (id), DUPLICATE_REQUEST (open already), REQUEST_TOMBSTONED (aborted before it
         came) and SERVER_DRAINING. `model` can be set later, once the body is read, by assigning to the
@@ -268,7 +279,11 @@ class OpenRequests:
         request_id_var.set(request_id)
         arrival = self.clock() if arrival is None else arrival
         limit = (deadline or Deadline.never()).earlier(self.request_timeout_s)
-        request = OpenRequest(self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit)
+        request = OpenRequest(
+            self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit, private=private
+        )
+        if self._access_log is not None:
+            self._access_log.arrived(request_id=request_id, private=private, api=api, model=model, stream=stream)
         refusal = self._refusal(request_id)
         if refusal is not None:
             request.fail(refusal)
@@ -390,7 +405,13 @@ class OpenRequests:
             )
         if self._access_log is not None:
             code = error.code.name if error is not None else ErrorCode.NONE_ERROR.name
-            self._access_log.record(request_id=request.request_id, code=code, **self._fields(request, phase))
+            self._access_log.record(
+                request_id=request.request_id,
+                code=code,
+                private=request.private,
+                error=error,
+                **self._fields(request, phase),
+            )
 
     def _fields(self, request: OpenRequest, phase: str) -> dict[str, Any]:
         """What the access log says beside id and code."""

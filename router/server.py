@@ -244,7 +244,7 @@ class RouterServer:
         finally:
             await self.pool.close()
             self.tokenizer.close()
-            self.access_log.close()
+            self.access_log.close(self.lifecycle.time_left(self.settings.drain_timeout_secs))
             self.lifecycle.uninstall()
         return self.lifecycle.exit_code
 

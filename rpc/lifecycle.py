@@ -1,6 +1,7 @@
 """Start and end of a process: signals, drain, exit status, the event loop's own health.
 
-First SIGTERM or SIGINT: drain. Second: open requests end at once, exit within 2 s with 143 (130 for SIGINT).
+First SIGTERM or SIGINT: drain. Second: open requests end at once, exit within 2 s with 143 (130 for SIGINT). SIGHUP:
+log files are opened anew.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
+from rpc.async_log import reopen_logs
 from rpc.huge_pages import gather_memory
 from rpc.logs import close_logging
 from rpc.metrics import Registry
 from rpc.time_slice import SHORT_S, set_time_slice
 
 FAST_EXIT_LIMIT_S = 2.0
+# What the last log lines get of that, and what they get at the least of a drain that took all its time.
+FAST_LOG_S = 0.3
+MIN_LOG_S = 0.1
 SERVING, DRAINING, DRAINED = 0, 1, 2
 
 _log = logging.getLogger(__name__)
@@ -91,6 +96,7 @@ class Lifecycle:
         self.stopping = asyncio.Event()
         self.fast = asyncio.Event()
         self._fast_signal = 0
+        self._stopped_at: float | None = None
         self._exit_process = exit_process
         self._watchdog: threading.Timer | None = None
         self._installed: list[signal.Signals] = []
@@ -101,11 +107,22 @@ class Lifecycle:
         return exit_status(self._fast_signal) if self._fast_signal else 0
 
     def install(self) -> None:
-        """Takes SIGTERM and SIGINT over."""
+        """Takes SIGTERM, SIGINT and SIGHUP over."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self.on_signal, signum)
             self._installed.append(signum)
+        loop.add_signal_handler(signal.SIGHUP, reopen_logs)
+        self._installed.append(signal.SIGHUP)
+
+    def time_left(self, drain_timeout_s: float) -> float:
+        """Seconds for what is done at the end, e.g. writing the last log lines: what is left of the drain's time limit
+        since the first signal, after a second signal next to nothing."""
+        if self.fast.is_set():
+            return FAST_LOG_S
+        if self._stopped_at is None:
+            return drain_timeout_s
+        return max(MIN_LOG_S, drain_timeout_s - (time.monotonic() - self._stopped_at))
 
     def uninstall(self) -> None:
         loop = asyncio.get_running_loop()
@@ -117,6 +134,7 @@ class Lifecycle:
     def on_signal(self, signum: int) -> None:
         if not self.stopping.is_set():
             _log.info("%s: draining", signal.Signals(signum).name)
+            self._stopped_at = time.monotonic()
             self.stopping.set()
             return
         if self.fast.is_set():

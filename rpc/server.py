@@ -35,6 +35,9 @@ from rpc.reflection import enable_reflection
 from rpc.timeline import TIMELINE_KEY, asks_for_timeline, timeline_text
 
 REQUEST_ID_KEY = "x-request-id"
+# What a caller says beside its message: nothing of this request is to be logged but a failure; its trace (W3C).
+PRIVATE_KEY = "x-baton-private"
+TRACE_KEYS = ("traceparent", "tracestate")
 UNKNOWN_METHOD = "unknown"
 DEADLINE_TOLERANCE_S = 0.05
 
@@ -51,13 +54,23 @@ class RpcCall:
     request_id_given: bool
     deadline: Deadline  # the caller's, or the server's maximum
     peer: str
+    private: bool = False
+    traceparent: str = ""  # as it came: whoever uses it checks its form
+    tracestate: str = ""
 
+
+_NOTED_KEYS = frozenset((PRIVATE_KEY, *TRACE_KEYS))
 
 # What gRPC's own services end calls with: the health service with NOT_FOUND for a service that it does not know.
 _CODES_OF_OTHERS = {
     grpc.StatusCode.NOT_FOUND: ErrorCode.PATH_NOT_FOUND,
     grpc.StatusCode.UNIMPLEMENTED: ErrorCode.METHOD_NOT_ALLOWED,
 }
+
+
+def says_yes(value: str) -> bool:
+    """Whether a header asks for what it is named after: any value does that is no word for no."""
+    return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
 class _Unreadable:
@@ -206,6 +219,7 @@ class _CallScope:
         self.context = context
         self.request_id = ""
         self.request_id_given = False
+        self.noted: dict[str, str] = {}
         remaining = context.time_remaining()
         self.has_own_deadline = remaining is not None
         self.deadline = Deadline.of_remaining(remaining, max_rpc_s)
@@ -224,6 +238,8 @@ class _CallScope:
         for key, value in self.context.invocation_metadata() or ():
             if key == REQUEST_ID_KEY:
                 given = value if isinstance(value, str) else value.decode("ascii", "replace")
+            elif key in _NOTED_KEYS and isinstance(value, str):
+                self.noted[key] = value
         self.request_id_given = bool(given)
         self.request_id = check_request_id(given) if given else new_request_id()
         # gRPC serves each call in a task of its own, so these end with the task.
@@ -293,6 +309,9 @@ def current_call() -> RpcCall:
         request_id_given=scope.request_id_given,
         deadline=scope.deadline,
         peer=scope.context.peer(),
+        private=says_yes(scope.noted.get(PRIVATE_KEY, "")),
+        traceparent=scope.noted.get("traceparent", ""),
+        tracestate=scope.noted.get("tracestate", ""),
     )
 
 

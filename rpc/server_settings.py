@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from rpc.access_log import AccessLog, AccessLogSettings
 from rpc.grammar import GrammarBackend
-from rpc.logs import AccessLog
 from rpc.settings import Flag, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -33,16 +33,25 @@ class CommonSettings(Settings):
     disable_log_requests: bool = Field(False, description="no access log")
     access_log_path: str | None = Field(None, description="file of the access log; default: stderr")
     access_log_content: bool = Field(False, description="write prompts and answers into the access log")
+    access_log_arrival: bool = Field(False, description="write a line also when a request arrives")
     access_log_queue_size: int = Field(
         100_000,
         ge=1,
         le=10_000_000,
         description="access-log lines waiting to be written; more are dropped and counted",
     )
+    access_log_batch_size: int = Field(
+        100, ge=1, le=100_000, description="access-log lines that are written at once; so many wake the writer"
+    )
+    access_log_flush_interval_seconds: float = Field(
+        1.0, ge=0.01, le=60, description="longest time that a line waits for others to be written with"
+    )
     access_log_max_bytes: ByteSize = Field(
         ByteSize(100 * 1000 * 1000), ge=4096, description="size at which the access log's file is rotated"
     )
-    access_log_backups: int = Field(10, ge=0, le=1000, description="rotated access-log files kept")
+    access_log_backups: int = Field(
+        10, ge=0, le=1000, description="rotated access-log files kept; 0: the file begins anew"
+    )
     access_log_close_timeout_seconds: float = Field(
         5.0, ge=0.1, le=60, description="longest wait for the access log at the end of the process"
     )
@@ -77,18 +86,28 @@ class CommonSettings(Settings):
         return self.advertise_host or self.host
 
     def open_access_log(self, role: str, on_drop: Callable[[], None]) -> AccessLog:
-        """The access log as these settings want it; `on_drop` is called for each line that had no room."""
-        return AccessLog(
-            role,
-            self.access_log_path,
+        """The access log as these settings want it; `on_drop` is called for each line that had no room. Raises
+        SystemExit with one line when the file cannot be opened."""
+        settings = AccessLogSettings(
+            path=self.access_log_path,
             enabled=not self.disable_log_requests,
             content=self.access_log_content,
+            arrival=self.access_log_arrival,
             queue_size=self.access_log_queue_size,
+            batch_size=self.access_log_batch_size,
+            flush_interval_s=self.access_log_flush_interval_seconds,
             max_bytes=int(self.access_log_max_bytes),
             backups=self.access_log_backups,
             close_timeout_s=self.access_log_close_timeout_seconds,
-            on_drop=on_drop,
         )
+        try:
+            return AccessLog(role, settings, on_drop=on_drop)
+        except OSError as error:
+            program = role if role == "router" else f"{role}_server"
+            reason = error.strerror or str(error)
+            raise SystemExit(
+                f"{program}: error: --access-log-path {self.access_log_path}: cannot be opened: {reason}"
+            ) from None
 
     @property
     def max_rpc_timeout_s(self) -> float:

@@ -59,7 +59,11 @@ class Lines:
     """The access log."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
+    arrivals: list[dict[str, Any]] = field(default_factory=list)
     written: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def arrived(self, **fields: Any) -> None:
+        self.arrivals.append(fields)
 
     def record(self, *, request_id: str, code: str, **fields: Any) -> None:
         self.records.append({"request_id": request_id, "code": code, **fields})

@@ -26,6 +26,7 @@ from router.trace_context import trace_context
 from router.validation import GenerationParams
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import new_request_id, valid_request_id
+from rpc.server import PRIVATE_KEY, says_yes
 from rpc.stages import in_stage
 from rpc.timeline import TIMELINE_KEY, asks
 
@@ -66,6 +67,7 @@ class GenerationEndpoint:
             model=model if isinstance(model, str) else "",
             stream=content.get("stream") is True,
             arrival=arrival,
+            private=content.get("private_request") is True or says_yes(headers.get(PRIVATE_KEY, "")),
         ) as owner:
             if asks(headers.get(TIMELINE_KEY, "")):
                 owner.wants_timeline = True

@@ -437,6 +437,10 @@ class Options:
 class AccessLines:
     def __init__(self) -> None:
         self.lines: list[dict] = []
+        self.arrivals: list[dict] = []
+
+    def arrived(self, **fields: object) -> None:
+        self.arrivals.append(fields)
 
     def record(self, **fields: object) -> None:
         self.lines.append(fields)

@@ -20,6 +20,9 @@ class Clock:
 
 
 class Lines(list):
+    def arrived(self, **fields: object) -> None:
+        self.arrivals = [*getattr(self, "arrivals", ()), fields]
+
     def record(self, **fields: object) -> None:
         self.append(fields)
 

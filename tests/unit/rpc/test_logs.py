@@ -1,4 +1,4 @@
-"""Lines of the log and of the access log, and what happens when the writer cannot keep up."""
+"""Lines of the ordinary log."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import io
 import json
 import logging
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from rpc.logs import AccessLog, AsyncLogHandler, close_logging, request_id_var, setup_logging
+from rpc.async_log import AsyncLogHandler
+from rpc.logs import close_logging, request_id_var, setup_logging
+from rpc.redaction import hide
 
 
 @pytest.fixture
@@ -84,126 +84,39 @@ def test_second_set_up_replaces_the_first_and_leaves_one_writer() -> None:
     assert len([h for h in logging.getLogger().handlers if isinstance(h, AsyncLogHandler)]) == 1
 
 
-class Blocked(logging.Handler):
-    """A target that writes only once it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-        self.entered = threading.Event()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.entered.set()
-        self.go.wait(10)
-        self.lines.append(record.getMessage())
+@pytest.mark.usefixtures("restored")
+def test_secrets_when_they_stand_in_a_message_then_neither_form_shows_them() -> None:
+    hide("s3cr3t-of-this-test")
+    for form in ("json", "text"):
+        stream = io.StringIO()
+        handler = setup_logging("router", format=form, stream=stream)  # type: ignore[arg-type]
+        logging.getLogger("x").info("got Bearer abcdef.ghij and s3cr3t-of-this-test", extra={"x-api-key": "k"})
+        handler.flush()
+        text = stream.getvalue()
+        assert "abcdef" not in text and "s3cr3t" not in text, text
+        assert text.count("***") == 3
 
 
-def record(text: str) -> logging.LogRecord:
-    return logging.makeLogRecord({"msg": text})
+@pytest.mark.usefixtures("restored")
+def test_dropped_lines_when_the_log_has_room_again_then_it_says_how_many() -> None:
+    gate = threading.Event()
 
-
-def test_emit_when_the_queue_is_full_drops_counts_and_does_not_wait() -> None:
-    target, drops = Blocked(), []
-    handler = AsyncLogHandler(target, queue_size=2, on_drop=lambda: drops.append(1))
-    handler.handle(record("0"))
-    assert target.entered.wait(5)
-    began = time.monotonic()
-    for number in range(1, 6):
-        handler.handle(record(str(number)))
-    assert time.monotonic() - began < 0.5
-    assert len(drops) == handler.get_stats()["dropped"] == 3
-    target.go.set()
-    handler.close()
-    assert target.lines == ["0", "1", "2"]
-    assert handler.get_stats()["written"] == 3
-
-
-def test_close_when_the_writer_hangs_returns_in_time_and_counts_what_is_left() -> None:
-    target = Blocked()
-    handler = AsyncLogHandler(target, queue_size=10, close_timeout_s=0.1)
-    handler.handle(record("0"))
-    handler.handle(record("1"))
-    began = time.monotonic()
-    handler.close()
-    handler.close()
-    assert time.monotonic() - began < 2
-    assert handler.get_stats()["dropped"] == 2
-    handler.handle(record("2"))
-    assert handler.get_stats()["dropped_after_close"] == 1
-    target.go.set()
-
-
-def test_write_error_is_counted_and_the_next_line_is_written() -> None:
-    class Failing(logging.Handler):
-        seen: list[str] = []  # noqa: RUF012
-
-        def emit(self, item: logging.LogRecord) -> None:
-            if item.getMessage() == "bad":
-                raise OSError("disk full")
-            self.seen.append(item.getMessage())
-
-    handler = AsyncLogHandler(Failing())
-    handler.handle(record("bad"))
-    handler.handle(record("good"))
-    handler.close()
-    assert Failing.seen == ["good"]
-    assert (handler.get_stats()["write_errors"], handler.get_stats()["written"]) == (1, 1)
-
-
-def test_stream_that_fails_is_a_write_error() -> None:
-    class Broken(io.StringIO):
+    class Slow(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            assert gate.wait(10)
+            return super().write(text)
 
-    log = AccessLog("router", stream=Broken())
-    log.record(request_id="r", code="NONE_ERROR")
-    log.close()
-    assert log.get_stats()["write_errors"] == 1
-
-
-def test_access_log_writes_one_json_line_per_request(tmp_path: Path) -> None:
-    path = tmp_path / "access.log"
-    log = AccessLog("router", str(path))
-    log.record(
-        request_id="r-1", code="NONE_ERROR", path="pd", stages={"queue": 0.12345678}, prompt="secret text",
-        authorization="Bearer x", nothing=None,
-    )  # fmt: skip
-    log.close()
-    log.record(request_id="late", code="NONE_ERROR")
-    (line,) = path.read_text().splitlines()
-    entry = json.loads(line)
-    assert entry.pop("log_time").endswith("Z")
-    assert entry == {
-        "log": "access", "role": "router", "request_id": "r-1", "code": "NONE_ERROR", "path": "pd",
-        "stages": {"queue": 0.123457}, "authorization": "***",
-    }  # fmt: skip
-
-
-def test_access_log_with_content_writes_prompt_and_output(tmp_path: Path) -> None:
-    path = tmp_path / "access.log"
-    log = AccessLog("router", str(path), content=True)
-    log.record(request_id="r", code="NONE_ERROR", prompt="a", output="b")
-    log.close()
-    entry = json.loads(path.read_text())
-    assert (entry["prompt"], entry["output"]) == ("a", "b")
-
-
-def test_access_log_when_disabled_starts_nothing(tmp_path: Path) -> None:
-    before = threading.active_count()
-    log = AccessLog("router", str(tmp_path / "x"), enabled=False)
-    log.record(request_id="r", code="NONE_ERROR")
-    log.close()
-    assert threading.active_count() == before
-    assert not (tmp_path / "x").exists()
-
-
-def test_every_line_is_on_disk_or_counted_after_close(tmp_path: Path) -> None:
-    path = tmp_path / "access.log"
-    log = AccessLog("decode", str(path), queue_size=500)
-    for number in range(10_000):
-        log.record(request_id=str(number), code="NONE_ERROR")
-    log.close()
-    lines = [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
-    assert len(lines) + log.get_stats()["dropped"] == 10_000
-    assert lines == sorted(lines, key=int)
+    stream = Slow()
+    drops: list[int] = []
+    handler = setup_logging("router", stream=stream, on_drop=lambda: drops.append(1))
+    log = logging.getLogger("x")
+    for number in range(100_200):
+        log.info("%d", number)
+    gate.set()
+    handler.flush()
+    stats = handler.get_stats()
+    assert stats["dropped"] == len(drops) > 0
+    assert stats["enqueued"] + stats["dropped"] == 100_200
+    notes = [json.loads(line) for line in stream.getvalue().splitlines() if "were dropped" in line]
+    assert (notes[0]["level"], notes[0]["role"]) == ("warning", "router")
+    assert notes[0]["message"].startswith(f"{len(drops)} lines")
