@@ -14,6 +14,7 @@ from pydantic import ByteSize, Field, model_validator
 
 from rpc.access_log import AccessLog, AccessLogSettings
 from rpc.grammar import GrammarBackend
+from rpc.redaction import hide
 from rpc.settings import Flag, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -86,8 +87,11 @@ class CommonSettings(Settings):
         return self.advertise_host or self.host
 
     def open_access_log(self, role: str, on_drop: Callable[[], None]) -> AccessLog:
-        """The access log as these settings want it; `on_drop` is called for each line that had no room. Raises
-        SystemExit with one line when the file cannot be opened."""
+        """The access log as these settings want it; `on_drop` is called for each line that had no room. From now on no
+        log shows a secret of these settings. Raises SystemExit with one line when the file cannot be opened."""
+        for option in self.options():
+            if option.spec.secret:
+                hide(getattr(self, option.field))
         settings = AccessLogSettings(
             path=self.access_log_path,
             enabled=not self.disable_log_requests,

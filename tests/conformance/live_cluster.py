@@ -82,7 +82,8 @@ class Live:
         for process in self.processes:
             for line in process.log_lines():
                 level, code = line.get("level"), str(line.get("code", line.get("code_name", "")))
-                if level in ("error", "critical") or code in ("UNKNOWN_ERROR", "514") or "exception" in line:
+                raised = "exception" in line and line.get("log") != "access"  # there every failure has one
+                if level in ("error", "critical") or code in ("UNKNOWN_ERROR", "514") or raised:
                     found.append(f"{process.name}: {line}")
             if "Traceback" in process.log():
                 found.append(f"{process.name}: {process.log(3000)}")

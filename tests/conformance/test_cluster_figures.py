@@ -426,16 +426,21 @@ def test_requests_page_when_all_have_ended_then_it_has_the_record_of_each(live: 
     assert len(set(first)) == 1
 
 
+def access_lines(process: ServerProcess, request_id: str, count: int) -> list[dict[str, Any]]:
+    """The request's lines in the access log of the process, once there are `count`; they are written a little later."""
+    found = [line for line in process.log_lines() if (line.get("log"), line["request_id"]) == ("access", request_id)]
+    return found if len(found) >= count else []
+
+
 def test_access_log_when_requests_were_served_then_each_process_has_one_line_of_each(
     live: Live, observed: Observed
 ) -> None:
     for process in live.processes:
-        lines = [line for line in process.log_lines() if line.get("log") == "access"]
         for name in observed.run.ids:
             if (process.role, name) in (("prefill", "figures-several"), ("decode", "figures-single")):
                 continue
-            mine = [line for line in lines if line["request_id"] == name]
             expected = 2 if (process.role, name) == ("decode", "figures-several") else 1
+            mine = wait_for(f"{expected} lines of {name}", lambda: access_lines(process, name, expected), 5.0)  # noqa: B023
             assert [line["code"] for line in mine] == ["NONE_ERROR"] * expected, (process.name, name)
             assert all(line["prompt_tokens"] > 0 for line in mine)
             assert "Say something about ledgers" not in json.dumps(mine)

@@ -35,8 +35,12 @@ MODULES = {"prefill": "prefill_server", "decode": "decode_server", "router": "ro
 SERVER_FLAGS = (
     "--port", "0", "--metrics-port", "0", "--cache-store-port", "0", "--threads", "1", "--dtype", "float32",
     "--num-kv-blocks", "64", "--drain-grace-secs", "0", "--drain-timeout-secs", "10",
+    "--access-log-flush-interval-seconds", "0.05",
 )  # fmt: skip
-ROUTER_FLAGS = ("--port", "0", "--grpc-port", "0", "--drain-grace-secs", "0", "--drain-timeout-secs", "10")
+ROUTER_FLAGS = (
+    "--port", "0", "--grpc-port", "0", "--drain-grace-secs", "0", "--drain-timeout-secs", "10",
+    "--access-log-flush-interval-seconds", "0.05",
+)  # fmt: skip
 
 T = TypeVar("T")
 
