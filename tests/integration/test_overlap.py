@@ -21,6 +21,7 @@ def events_of(record: dict[str, object]) -> dict[str, int]:
     return {event["name"]: event["at_ns"] for event in record["events"]}  # type: ignore[attr-defined]
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("chunk", [128, 64], ids=["one step", "two chunks"])
 def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_after_the_last_layer(chunk: int) -> None:
     faults = f"engine.layer:delay={LAYER_S};cache_store.send_piece:delay={PIECE_S}"

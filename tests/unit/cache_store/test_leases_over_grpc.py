@@ -42,6 +42,7 @@ def renewing() -> Iterator[tuple[Node, Node]]:
         assert_clean(prefill, decode)
 
 
+@pytest.mark.serial
 def test_lease_that_nobody_loads_expires_without_any_request(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     prefill.stage(KEY, [5])

@@ -316,6 +316,7 @@ def test_admission_with_blocks_outside_the_pool_ends_at_once(pair: tuple[Node, N
 # ---- time limits
 
 
+@pytest.mark.serial
 def test_load_limit_counts_from_running_not_from_the_queue() -> None:
     limits = settings(load_progress_timeout_s=0.3)
     with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
@@ -329,6 +330,7 @@ def test_load_limit_counts_from_running_not_from_the_queue() -> None:
         prefill.lease_ended()
 
 
+@pytest.mark.serial
 def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
     limits = settings(load_progress_timeout_s=0.3)
     with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
@@ -345,6 +347,7 @@ def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
         assert_clean(prefill, decode)
 
 
+@pytest.mark.serial
 def test_load_survives_that_its_own_process_stood_still() -> None:
     """As under SIGSTOP or a long collection of garbage: what came meanwhile has only to be read."""
     limits = settings(load_progress_timeout_s=0.5)

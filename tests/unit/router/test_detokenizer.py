@@ -137,6 +137,7 @@ def test_ids_beyond_the_vocabulary_when_fed_add_nothing():
     assert stream(BYTE_LEVEL, [100_000, 100_001]) == ["", ""]
 
 
+@pytest.mark.serial
 def test_feed_when_the_sequence_is_long_costs_the_same_as_at_its_start():
     ids = BYTE_LEVEL.encode("The quick brown fox 你好 😀 ") * 4000
     detokenizer = Detokenizer(BYTE_LEVEL)

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import generation_pb2, generation_pb2_grpc
@@ -164,6 +165,7 @@ async def test_sigterm_when_a_stream_is_open_then_it_ends_in_order_and_new_reque
             assert await router.exit_code() == 0
 
 
+@pytest.mark.serial
 async def test_second_signal_when_a_stream_is_open_then_it_gets_8608_and_the_exit_is_fast(tmp_path):
     async with servers() as (prefill, decode):
         hold = Hold()
