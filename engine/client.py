@@ -44,7 +44,10 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 
 
 def error_of(error: EngineError) -> BatonError:
-    """The engine's failure as an exception; a number outside the table becomes UNKNOWN_ERROR."""
+    """The engine's failure as an exception; a number outside the table becomes UNKNOWN_ERROR, and so does a missing
+    one: it is this server's own defect, and no peer's."""
+    if error.code == 0:
+        return BatonError(ErrorCode.UNKNOWN_ERROR, error.message, stage=error.stage, metadata=error.metadata)
     return BatonError.from_number(error.code, error.message, stage=error.stage, metadata=error.metadata)
 
 

@@ -222,6 +222,7 @@ class RequestScope:
         self._held = False
         self._forced: BatonError | None = None
         self._intent: BatonError | None = None
+        self._told: set[int] = set()  # codes with which the engine was asked to end it
         self._timers: list[asyncio.TimerHandle] = []
         self._task: asyncio.Task[Any] | None = None
         self._leaving: asyncio.Timeout | None = None
@@ -310,6 +311,7 @@ class RequestScope:
         request.abort_source = request.abort_source or source
         if self._intent is None:
             self._intent = error
+        self._told.add(int(error.code))
         self._reception.tell_engine(request.request_key, error.code, source)
         if wait_s > 0:
             self._later(wait_s, lambda: self._force(error, source))
@@ -328,7 +330,7 @@ class RequestScope:
                 self._leaving.reschedule(asyncio.get_running_loop().time())
             return
         if self._forced is None and self._task is not None:
-            self._forced = error
+            self._forced = self._intent or error  # whoever asked first
             self.request.abort_source = self.request.abort_source or source
             self._task.cancel()
 
@@ -343,7 +345,9 @@ class RequestScope:
         cancelled = isinstance(exc, asyncio.CancelledError) and not forced
         error = self._cause(exc, cancelled)
         if self._stream is not None and not self._stream_ended:
-            await self._let_go(error, wait_s=self._reception.stop_wait_s if cancelled else LAST_WORD_S)
+            word = await self._let_go(error, wait_s=self._reception.stop_wait_s if cancelled else LAST_WORD_S)
+            if word is not None and (forced or cancelled):
+                error = word  # it had failed before it was told to end
         elif self._stream is not None and error is not None and self.request.mode is RunMode.PREFILL:
             # The engine may have staged KV for an answer that nobody will get.
             self._reception.tell_engine(self.request.request_key, error.code, self.request.abort_source or "error")
@@ -392,17 +396,20 @@ class RequestScope:
             raise exc
         if error is None:
             raise AssertionError("a forced end without its error")
-        if self._reception.role == "decode":
-            error = decode_view(error)
+        error = self._own_view(error)
         error.stage = error.stage or _stage_of(request)
         return error
 
-    async def _let_go(self, error: BatonError | None, wait_s: float) -> None:
-        """Makes the engine drop the request, and books its last word if that comes within `wait_s`."""
+    async def _let_go(self, error: BatonError | None, wait_s: float) -> BatonError | None:
+        """Makes the engine drop the request, and books its last word if that comes within `wait_s`.
+
+        Returns the failure that the engine reports in place of the end that it was asked for.
+        """
         request = self.request
         stream = self._stream
         assert stream is not None
         code = error.code if error is not None else ErrorCode.CANCELLED
+        self._told.add(int(code))
         if code is not ErrorCode.ENGINE_DEAD:
             request.abort_source = request.abort_source or "error"
             self._reception.tell_engine(request.request_key, code, request.abort_source)
@@ -410,6 +417,8 @@ class RequestScope:
             async with asyncio.timeout(wait_s) as self._leaving:
                 async for output in stream:
                     request.note(output)
+                    if output.error is not None and output.error.code not in self._told:
+                        return self._own_view(error_of(output.error))
         except (TimeoutError, BatonError):
             # The engine did not answer in time, or is gone: what it had measured is lost, the cause is not.
             pass
@@ -418,6 +427,11 @@ class RequestScope:
                 raise
         finally:
             self._leaving = None
+        return None
+
+    def _own_view(self, error: BatonError) -> BatonError:
+        """`error` as this server reports it."""
+        return decode_view(error) if self._reception.role == "decode" else error
 
     def _terminal(self, error: BatonError | None, cancelled: bool) -> Terminal:
         request = self.request

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.messages import FinishReason, RequestOutput, RunMode, StagedEnd, TimelineEvent
 from rpc.deadline import Deadline
-from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import StickyStatus, status_from_wire
 from rpc.stages import FINISH, StageClock
+from rpc.terminal import Source, Terminal, classify
+
+__all__ = ["Request", "RequestState", "Source", "Terminal", "classify"]
 
 
 class RequestState(StrEnum):
@@ -28,47 +29,6 @@ class RequestState(StrEnum):
     ANSWER = "answer"  # the engine is done, the answer is on its way to the caller
     HELD = "held"  # prefill: answered; the KV stays staged under its lease
     ENDED = "ended"
-
-
-class Source(StrEnum):
-    """Who ended a request."""
-
-    SUCCESS = "success"
-    CONTEXT_ERROR = "context_error"
-    CLIENT_CANCEL = "client_cancel"
-    CONTEXT_CLEANUP = "context_cleanup"
-
-
-@dataclass(frozen=True)
-class Terminal:
-    """The terminal cause. `error` is None for a success, and only then."""
-
-    source: Source
-    error: BatonError | None
-    finish_reason: FinishReason | None = None
-
-    @property
-    def code(self) -> ErrorCode:
-        return ErrorCode.NONE_ERROR if self.error is None else self.error.code
-
-
-def classify(error: BatonError | None, finish_reason: FinishReason | None, cancelled: bool) -> Terminal:
-    """The terminal cause of a request of any mode.
-
-    An error that the request has wins over everything. Without one, a generation that is done is a success,
-    also when its consumer left before it was collected. Otherwise the consumer's cancel, and at last the
-    clean-up of a request that nobody ended.
-    """
-    if error is not None:
-        source = Source.CLIENT_CANCEL if error.code is ErrorCode.CANCELLED else Source.CONTEXT_ERROR
-        return Terminal(source, error, finish_reason)
-    if finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return Terminal(Source.SUCCESS, None, finish_reason)
-    if cancelled or finish_reason is FinishReason.ABORT:
-        cancel = BatonError(ErrorCode.CANCELLED, "request cancelled by client")
-        return Terminal(Source.CLIENT_CANCEL, cancel, finish_reason)
-    cleanup = BatonError(ErrorCode.CANCELLED, "the request was closed before it had ended")
-    return Terminal(Source.CONTEXT_CLEANUP, cleanup, finish_reason)
 
 
 class Request:
@@ -225,7 +185,7 @@ class Request:
         outcome: dict[str, object] = {
             "code": int(terminal.code),
             "code_name": terminal.code.name,
-            "finish_reason": terminal.finish_reason.value if terminal.finish_reason is not None else None,
+            "finish_reason": None if terminal.finish_reason is None else str(terminal.finish_reason),
         }
         if terminal.source is not Source.SUCCESS:
             outcome["source"] = terminal.source.value

@@ -34,6 +34,7 @@ from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock, StopCheck
+from rpc.terminal import Source, Terminal, classify
 from rpc.tombstones import Tombstones
 
 # validate and tokenize are the surface's, the rest is the orchestrator's.
@@ -115,6 +116,7 @@ class OpenRequest:
         self.content: dict[str, list[str]] = {}
         self.outcome: FinishReason | None = None
         self.error: BatonError | None = None
+        self.terminal: Terminal | None = None
         self.was_open = False
         # Looked up once: it is needed with every token.
         self.gap_series: Histogram | None = None
@@ -217,13 +219,23 @@ class OpenRequest:
             error = BatonError(ErrorCode.UNKNOWN_ERROR, metadata={"exception": type(exc).__name__})
             error.__cause__ = exc
             self.fail(error)
-        elif self.outcome is None and self.error is None:
+        left = False
+        if self.outcome is None and self.error is None:
             if self.deadline.remaining() <= DEADLINE_TOLERANCE_S:
                 # A client that gives its call a deadline cuts it off itself, at the same moment.
                 self.fail(BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed"))
             else:
-                self.fail(BatonError(ErrorCode.CANCELLED, "request cancelled by client"))
+                left = True
+        self.end(left)
         self._table.closed(self)
+
+    def end(self, left: bool) -> None:
+        """Sets the terminal cause, once; `left`: the client went away before its answer was complete."""
+        if self.terminal is None:
+            self.terminal = classify(self.error, self.outcome, left)
+            # An answer that was cut short by an abort is an answer: its cause is no error of the client's.
+            if self.outcome is None and self.terminal.error is not None:
+                self.fail(self.terminal.error)
 
 
 class OpenRequests:
@@ -287,6 +299,7 @@ class OpenRequests:
         refusal = self._refusal(request_id)
         if refusal is not None:
             request.fail(refusal)
+            request.end(left=False)
             self._account(request)
             raise refusal
         self._open[request_id] = request
@@ -432,6 +445,8 @@ class OpenRequests:
             "timeline": request.timeline,
             **request.content,
         }
+        if request.terminal is not None and request.terminal.source is not Source.SUCCESS:
+            fields["source"] = request.terminal.source.value
         if error is not None:
             fields |= {"phase": phase, "message": error.message, "stage": error.stage, "cause": dict(error.metadata)}
         return fields
