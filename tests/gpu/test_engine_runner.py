@@ -19,6 +19,7 @@ from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
 from rpc.errors import ErrorCode
+from tests.unit.engine.prefill_graph.graph_runners import CHANGES
 from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
 from tests.unit.engine.tiny_models import EOS_TOKEN_ID, tiny_model
 
@@ -29,7 +30,7 @@ pytestmark = [
 BLOCK = 16
 BLOCKS = 512
 BACKENDS = ["triton", "flashinfer"]
-_CUBLAS = ("gemm", "gemv", "splitk", "cutlass", "nvjet", "cublas", "memset")
+_PRODUCTS = ("gemm", "gemv", "splitk", "cutlass", "nvjet", "cublas", "memset", "_vector_kernel")
 
 
 def new_runner(folder: Path, dtype: str, backend: str = "triton", blocks: int = 0, **options: Any) -> ModelRunner:
@@ -274,6 +275,29 @@ def test_replay_when_lengths_tables_and_weights_change_then_they_take_effect_at_
     torch.testing.assert_close(steps.logits[:3], logits.flip(1), rtol=1e-3, atol=1e-3)
 
 
+def test_replay_when_rope_parameters_or_weights_change_then_it_follows() -> None:
+    runner, eager = (new_runner(small_folder(), "bfloat16", load_format="dummy") for _ in range(2))
+    assert runner.capture_decode_graphs((4,)) is not None
+    batch = decode_batch(runner, 3)
+
+    def run(each: ModelRunner) -> torch.Tensor:
+        fill(each, 3)
+        found = each.execute(batch)
+        assert (found.decode_status == DecodeGraphStatus.REPLAYED) is (each is runner)
+        assert each.device_steps is not None
+        return each.device_steps.logits[:3].clone()
+
+    before = run(runner)
+    for name, change in CHANGES.items():
+        with torch.inference_mode():
+            for each in (runner, eager):
+                change(each.model)
+        after, expected = run(runner), run(eager)
+        assert (after - before).norm() > 0.1 * before.norm(), name
+        assert (after - expected).norm() < 0.05 * expected.norm(), name
+        before = after
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_equal_eager_ones(backend: str) -> None:
     runner = graph_runner(backend)
@@ -321,6 +345,14 @@ def rows_of_kind(runner: ModelRunner, rows: int, kind: str) -> StepBatch:
         for row in batch.rows:
             params = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, logit_bias={5: 1.0})
             row.sampling = SamplingRow(params, 1, (1, 2), [3, 4], ())
+    if kind in ("logprobs", "mixed"):
+        for index, row in enumerate(batch.rows):
+            fields: dict[str, Any] = {"logprobs": 2} if kind == "logprobs" or index % 4 == 0 else {}
+            if kind == "mixed" and index % 4 == 1:
+                fields = {"repetition_penalty": 1.3}
+            temperature = 0.7 if kind == "mixed" and index % 4 == 2 else 0.0
+            params = SamplingParams(max_tokens=9, temperature=temperature, seed=index, **fields)
+            row.sampling = SamplingRow(params, 1, (1, 2), [3, 4], ())
     if kind == "prompts":
         batch = StepBatch([sampled(str(r), list(range(5, 25)), 0, row.block_table) for r, row in enumerate(batch.rows)])
     if kind == "prefix":
@@ -336,7 +368,7 @@ def rows_of_kind(runner: ModelRunner, rows: int, kind: str) -> StepBatch:
     return batch
 
 
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised", "prompts", "prefix"])
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised", "logprobs", "mixed", "prompts", "prefix"])
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_step_when_anything_that_waits_raises_then_it_runs(backend: str, graphs: bool, kind: str) -> None:
@@ -353,26 +385,59 @@ def test_step_when_anything_that_waits_raises_then_it_runs(backend: str, graphs:
     assert all(row.failure is None for row in result.rows)
 
 
-def launches(runner: ModelRunner, batch: StepBatch) -> int:
+def on_device(runner: ModelRunner, batch: StepBatch) -> list[str]:
+    """Names of what a step runs on the device, in order; copies among them."""
     from torch.profiler import ProfilerActivity, profile
 
     runner.execute(batch)
+    for row in batch.rows:
+        if row.sampling is not None:  # as a step leaves it for the next one
+            row.sampling.output_token_ids = [*row.sampling.output_token_ids, 8]
+            row.sampling.token_index += 1
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         runner.execute(batch)
         torch.cuda.synchronize()
-    names = [event.name for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    # cuBLAS may split a product of few rows in two launches
-    return sum(not any(part in name.lower() for part in _CUBLAS) for name in names)
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised"])
+def launches(runner: ModelRunner, batch: StepBatch) -> list[str]:
+    """Without products: cuBLAS may split one of few rows in two launches, and a number of rows has a kernel of its
+    own."""
+    return [name for name in on_device(runner, batch) if not any(part in name.lower() for part in _PRODUCTS)]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn", "penalised", "logprobs", "mixed"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_launches_when_the_batch_grows_then_are_as_many(graphs: bool, kind: str) -> None:
     runner = graph_runner() if graphs else new_runner_without_graphs("triton")
     fill(runner, 1)
-    counts = {rows: launches(runner, rows_of_kind(runner, rows, kind)) for rows in (8, 16)}
-    assert counts[8] == counts[16] > 0, counts
+    found = {rows: launches(runner, rows_of_kind(runner, rows, kind)) for rows in (4, 5, 8, 11, 16)}
+    counts = {rows: len(names) for rows, names in found.items()}
+    assert len(set(counts.values())) == 1, (counts, found[4], found[16])
+    assert counts[4] > 0
+
+
+# What may come from the device to the host in a step: copies, into pinned memory alone
+_TO_HOST = {"greedy": 1, "drawn": 2, "penalised": 1, "logprobs": 2, "mixed": 2, "prompts": 1, "prefix": 2}
+
+
+@pytest.mark.parametrize("kind", _TO_HOST)
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_when_a_step_runs_then_tokens_flags_and_logprobs_alone_come_to_the_host(
+    backend: str, graphs: bool, kind: str
+) -> None:
+    """Of prompts' chunks also whether they are finite. tests/unit/engine/test_step_launches.py has the bytes."""
+    runner = graph_runner(backend) if graphs else new_runner_without_graphs(backend)
+    fill(runner, 1)
+    names = on_device(runner, rows_of_kind(runner, 8, kind))
+    to_host = [name for name in names if "DtoH" in name]
+    assert len(to_host) == _TO_HOST[kind], names
+    assert all("Pinned" in name for name in to_host), to_host
+    to_device = [name for name in names if "HtoD" in name]
+    assert all("Pinned" in name for name in to_device), to_device
 
 
 # -- values that are not finite --------------------------------------------------------------------------------

@@ -14,17 +14,19 @@ import torch
 
 from engine.attention.backend import GraphSelectionMode
 from engine.config import EngineConfig
-from engine.graph_settings import PrefillGraphSettings
+from engine.graph_settings import DEFAULT_BUCKETS, PrefillGraphSettings
 from engine.messages import RunMode
 from engine.runner.batch import StepBatch
 from engine.runner.capture import CudaRecorder
 from rpc.errors import ErrorCode
 from tests.unit.engine.prefill_graph.graph_runners import (
     BLOCK,
+    CHANGES,
     PAD,
     GraphRunner,
     assert_only_written,
     assert_same_bits,
+    check_replay,
     model_folder,
     prompt,
     sampling_row,
@@ -252,6 +254,62 @@ def test_addresses_when_batches_change_then_results_follow_and_no_address_does(p
         assert replayed == [row.token_id for row in padded.eager(rows).rows]
     arrays = padded.graphs.device_arrays(64)
     assert [arrays.token_ids.data_ptr(), arrays.slots["full"].data_ptr(), padded.graphs.logits.data_ptr()] == before
+
+
+def test_parameters_when_they_change_in_place_then_a_replay_follows():
+    options = {"folder": folder_of("grouped"), "buckets": (64,), "dtype": "bfloat16", "max_rows": 4, "max_tokens": 128}
+    graph = GraphRunner(device="cuda", **options)
+    rows = graph.rows(20, 33)
+    graph.replay(rows)
+    before = graph.graphs.logits[:2].clone()
+    for name, change in CHANGES.items():
+        change(graph.runner.model)
+        graph.replay(rows)
+        after = graph.graphs.logits[:2].clone()
+        assert (after - before).norm() > 0.05 * before.norm(), name
+        graph.eager(rows)
+        assert (after - graph.graphs.logits[:2]).norm() < 0.05 * after.norm(), name
+        before = after
+
+
+@functools.cache
+def default_buckets() -> GraphRunner:
+    """All buckets of the default list, without a limit of padding."""
+    return GraphRunner(
+        device="cuda",
+        folder=folder_of("grouped"),
+        buckets=DEFAULT_BUCKETS,
+        max_requests=8,
+        max_padding_ratio=1.0,
+        dtype="bfloat16",
+        blocks=60,
+        max_rows=16,
+        max_tokens=512,
+    )
+
+
+@pytest.mark.parametrize("bucket", DEFAULT_BUCKETS)
+def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_what_an_eager_step_gives(bucket):
+    for tokens in sorted({1, max(1, bucket - 1), bucket}):
+        check_replay(default_buckets(), bucket, tokens, 0.06)
+
+
+def test_steps_when_a_thousand_of_eight_requests_run_then_addresses_and_results_stay():
+    graph = default_buckets()
+    arrays = {bucket: graph.graphs.device_arrays(bucket) for bucket in DEFAULT_BUCKETS}
+    before = {bucket: (a.token_ids.data_ptr(), a.slots["full"].data_ptr()) for bucket, a in arrays.items()}
+    before[0] = (graph.graphs.logits.data_ptr(), graph.graphs._hidden.data_ptr())
+    expected: dict[int, list[int | None]] = {}
+    for turn in range(1000):
+        kind = turn * 7 % 20
+        lengths = [1 + (kind * (3 + row) + row) % 20 for row in range(1 + kind % 8)]
+        graph._free = 1
+        tokens = [row.token_id for row in graph.replay(graph.rows(*lengths, seed=kind)).rows]
+        assert expected.setdefault(kind, tokens) == tokens, (turn, lengths)
+    arrays = {bucket: graph.graphs.device_arrays(bucket) for bucket in DEFAULT_BUCKETS}
+    after = {bucket: (a.token_ids.data_ptr(), a.slots["full"].data_ptr()) for bucket, a in arrays.items()}
+    after[0] = (graph.graphs.logits.data_ptr(), graph.graphs._hidden.data_ptr())
+    assert before == after
 
 
 def test_sampling_when_not_greedy_then_replayed_and_eager_steps_draw_alike(padded):

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,17 @@ from engine.sampling import SamplingRow
 PAD = 7
 VOCABULARY = 320
 BLOCK = 16
+
+
+# Everything of a model that a graph reads, changed where it lies
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "rope": lambda model: model.rotary.frequencies.mul_(0.5),
+    "attention": lambda model: model.layers[0].attention.qkv.weight.mul_(-1.5),
+    "mlp": lambda model: model.layers[-1].mlp.down.weight.mul_(3),
+    "norm": lambda model: model.layers[-1].mlp_norm.weight.mul_(0.3),
+    "embedding": lambda model: model.embedding.table.copy_(model.embedding.table.flip(0)),
+    "head": lambda model: model.head.weight.neg_(),
+}
 
 
 @functools.cache
@@ -163,6 +174,35 @@ class GraphRunner:
 
     def snapshot(self) -> list[torch.Tensor]:
         return [pool.clone() for pool in self.pools]
+
+
+def check_replay(graph: GraphRunner, bucket: int, tokens: int, tolerance: float) -> None:
+    """One prompt of so many tokens in the graph of `bucket`: it is what an eager step computes, and no block but its
+    own and scratch is written."""
+    [row] = graph.rows(tokens, seed=bucket)
+    own = used_blocks([row]) | set(graph.scratch)
+    others = [block for block in range(graph.runner.num_blocks) if block not in own]
+    for pool in graph.pools:
+        pool.fill_(0)
+        pool[others] = 1.5
+    graph.graphs.prepare_replay(StepBatch([row]), bucket)
+    output = graph.graphs.replay()
+    logits, pools = output.logits.clone(), graph.snapshot()
+    for pool in pools:
+        assert bool((pool[others] == 1.5).all())
+        assert bool(pool[graph.scratch].any()) is (tokens < bucket)
+    for pool in graph.pools:
+        pool[list(own)] = 0
+    result = graph.eager([row])
+    steps = graph.runner.device_steps
+    assert steps is not None
+    expected = steps.logits[:1]
+    torch.testing.assert_close(logits, expected, rtol=0.02, atol=tolerance)
+    token = int(logits.argmax())
+    # Another number of rows may round otherwise; a token may differ only where two are as likely
+    assert token == result.rows[0].token_id or expected[0, result.rows[0].token_id] - expected[0, token] < 2 * tolerance
+    for left, right in zip(pools, graph.pools, strict=True):
+        torch.testing.assert_close(left[row.block_table], right[row.block_table], rtol=0.02, atol=tolerance)
 
 
 def used_blocks(rows: Sequence[BatchRow]) -> set[int]:

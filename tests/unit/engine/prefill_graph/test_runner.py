@@ -20,11 +20,13 @@ from rpc.faults import arm, disarm
 from rpc.graph_status import GraphRole
 from tests.unit.engine.prefill_graph.graph_runners import (
     BLOCK,
+    CHANGES,
     PAD,
     VOCABULARY,
     GraphRunner,
     assert_only_written,
     assert_same_bits,
+    check_replay,
     model_folder,
     prompt,
     sampling_row,
@@ -281,15 +283,34 @@ def test_addresses_when_batches_change_then_every_array_keeps_its_own(graph):
     assert [view.data_ptr() for view in views] == before
 
 
-def test_weights_when_they_change_in_place_then_a_replay_sees_it():
-    graph = GraphRunner(device=DEVICE, buckets=(8,), max_requests=1)
-    rows = graph.rows(8)
-    before = graph.replay(rows).rows[0].token_id
-    norm = graph.runner.model.norm.weight
-    norm.neg_()  # the likeliest token becomes the least likely one
-    after = graph.replay(rows).rows[0].token_id
-    assert after != before
-    assert after == graph.eager(rows).rows[0].token_id
+def test_parameters_when_they_change_in_place_then_a_replay_follows():
+    graph = GraphRunner(device=DEVICE, folder=model_folder(layers=1), buckets=(4,), max_requests=1)
+    rows = graph.rows(4)
+    graph.replay(rows)
+    before = graph.graphs.logits[:1].clone()
+    for names in (["rope"], [name for name in CHANGES if name != "rope"]):
+        for name in names:
+            CHANGES[name](graph.runner.model)
+        graph.replay(rows)
+        after = graph.graphs.logits[:1].clone()
+        assert (after - before).norm() > 0.01 * before.norm(), names
+        graph.eager(rows)
+        torch.testing.assert_close(after, graph.graphs.logits[:1], rtol=1e-3, atol=1e-3)
+        before = after
+
+
+@pytest.fixture(scope="module")
+def small() -> GraphRunner:
+    return GraphRunner(
+        device=DEVICE, folder=model_folder(layers=1), buckets=(2, 5), max_requests=2, max_padding_ratio=1.0, blocks=4
+    )
+
+
+@pytest.mark.parametrize(("bucket", "tokens"), [(2, 1), (2, 2), (5, 1), (5, 4), (5, 5)])
+def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_what_an_eager_step_gives(
+    small, bucket, tokens
+):
+    check_replay(small, bucket, tokens, 1e-4)
 
 
 # -- 30: the end ------------------------------------------------------------------------------------------------
