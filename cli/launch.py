@@ -57,6 +57,7 @@ class Launcher:
     prefill_flags: list[str] = field(default_factory=list)
     decode_flags: list[str] = field(default_factory=list)
     router_flags: list[str] = field(default_factory=list)
+    access_log_dir: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 120.0
     max_restarts: int = len(RESTART_PAUSES_S)
@@ -114,14 +115,25 @@ class Launcher:
     def _server(self, role: str, index: int, flags: list[str]) -> Process:
         arguments = ["--model", self.model, "--host", "127.0.0.1", "--port", "0"]
         arguments += ["--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0"]
-        return Process(role, f"{role}-{index}", [*arguments, *self.server_flags, *flags], self.log)
+        name = f"{role}-{index}"
+        return Process(role, name, [*arguments, *self._log_flags(name), *self.server_flags, *flags], self.log)
 
     def _make_router(self) -> Process:
         arguments = ["--model", self.model, "--host", self.host, "--drain-grace-secs", "0"]
         arguments += ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
         for server in self.servers:
             arguments += [f"--{server.role}", server.ready["grpc"]]
-        return Process("router", "router", [*arguments, *self.router_flags], self.log)
+        return Process("router", "router", [*arguments, *self._log_flags("router"), *self.router_flags], self.log)
+
+    def _log_flags(self, name: str) -> list[str]:
+        """Each process has a file of its own: two that rotate the same one would take it from each other."""
+        return ["--access-log-path", os.path.join(self.access_log_dir, f"{name}.log")] if self.access_log_dir else []
+
+    def reopen_logs(self) -> None:
+        """Has every process open its log file anew."""
+        for process in self.processes:
+            if process.listening:  # before that, SIGHUP would end it
+                process.send_signal(signal.SIGHUP)
 
     def _say_ready(self, process: Process) -> None:
         places = f"HTTP {process.ready['http']}  gRPC {process.ready['grpc']}"

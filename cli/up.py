@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -17,16 +17,25 @@ from cli.launch import Launcher, LaunchError, LaunchStopped
 
 
 class StopSignals:
-    """SIGTERM and SIGINT as events: the first asks for an orderly stop, the second for a fast one."""
+    """SIGTERM and SIGINT as events: the first asks for an orderly stop, the second for a fast one.
+
+    SIGHUP calls `on_hangup`; from a terminal, which sends it when it is closed, it asks for a stop too.
+    """
 
     def __init__(self) -> None:
         self.stop = threading.Event()
         self.hurry = threading.Event()
         self.number = 0
 
-    def install(self) -> None:
+    def install(self, on_hangup: Callable[[], None] | None = None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+            return  # under nohup it is ignored, and stays so
+        if sys.stdin is not None and sys.stdin.isatty():
+            signal.signal(signal.SIGHUP, self._on_signal)
+        elif on_hangup is not None:
+            signal.signal(signal.SIGHUP, lambda number, frame: on_hangup())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.stop.is_set():
@@ -53,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the addresses of all /metrics there, as Prometheus reads them (file_sd)",
     )
+    p.add_argument(
+        "--access-log-dir",
+        default="",
+        metavar="DIR",
+        help="access logs of all processes: DIR/router.log, DIR/prefill-0.log, ...; opened anew on SIGHUP",
+    )
     p.add_argument("--verbose", action="store_true", help="print the servers' logs")
     return p
 
@@ -76,6 +91,8 @@ def _mistake(arguments: argparse.Namespace) -> str:
     folder = Path(arguments.prometheus_targets).parent
     if arguments.prometheus_targets and not folder.is_dir():
         return f"--prometheus-targets {arguments.prometheus_targets}: there is no folder {folder}"
+    if arguments.access_log_dir and not Path(arguments.access_log_dir).is_dir():
+        return f"--access-log-dir {arguments.access_log_dir}: there is no such folder"
     return ""
 
 
@@ -120,11 +137,13 @@ def main(argv: list[str] | None = None) -> int:
         prefill_flags=shlex.split(arguments.prefill_flags),
         decode_flags=shlex.split(arguments.decode_flags),
         router_flags=shlex.split(arguments.router_flags),
+        access_log_dir=arguments.access_log_dir,
         log=(lambda line: print(line, file=sys.stderr)) if arguments.verbose else None,
         say=lambda line: print(line, flush=True),
     )
     signals = StopSignals()
-    signals.install()  # only now: until here there is nothing to stop, and the default handling is quicker
+    # Only now: until here there is nothing to stop, and the default handling is quicker.
+    signals.install(launcher.reopen_logs)
     launcher.say(
         f"starting {arguments.prefill_servers} prefill + {arguments.decode_servers} decode servers, model {model}"
     )

@@ -130,9 +130,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, targets: Path) -> Iterator[Up]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, targets: Path, logs: Path) -> Iterator[Up]:
     flags = ("--prefill-servers", "2", "--decode-servers", "2", "--prometheus-targets", str(targets))
-    with running(model, *flags) as up:
+    with running(model, *flags, "--access-log-dir", str(logs)) as up:
         base_url = up.base_url()
         wait_for("a ready router", lambda: get_json(base_url, "/v1/models")["data"] or None, 20)
         yield up
@@ -196,6 +201,30 @@ def test_prometheus_targets_when_up_then_the_file_has_the_metrics_of_all_process
         text = httpx.get(f"http://{address}/metrics", timeout=5).raise_for_status().text
         roles += re.findall(r'^baton_ready\{role="(\w+)"\}', text, re.MULTILINE)
     assert roles == ["prefill", "prefill", "decode", "decode", "router"]
+
+
+def test_access_logs_when_up_gets_sighup_then_every_process_goes_on_in_a_new_file(cluster: Up, logs: Path) -> None:
+    base_url = cluster.base_url()
+    names = {"router.log", *(f"{role}-{number}.log" for role in ("prefill", "decode") for number in (0, 1))}
+    assert {path.name for path in logs.iterdir()} == names
+    for path in list(logs.iterdir()):
+        path.rename(f"{path}.old")
+    cluster.process.send_signal(signal.SIGHUP)
+    wait_for("new files", lambda: names <= {path.name for path in logs.iterdir()}, 10)
+    chat(base_url)
+    [line] = wait_for("the router's line", lambda: (logs / "router.log").read_text().splitlines(), 10)
+    entry = json.loads(line)
+    assert (entry["log"], entry["role"], entry["code"]) == ("access", "router", "NONE_ERROR")
+    for role in ("prefill", "decode"):
+        files = [logs / f"{role}-{number}.log" for number in (0, 1)]
+        wait_for(f"a line of {role}", lambda files=files: any(entry["request_id"] in f.read_text() for f in files), 10)
+    assert cluster.process.poll() is None
+
+
+def test_up_when_the_folder_of_the_logs_is_missing_then_said_before_anything_starts(model: Path) -> None:
+    with running(model, "--access-log-dir", str(model / "nowhere")) as up:
+        assert up.wait_end(20) == 2
+        assert "--access-log-dir" in up.text and "no such folder" in up.text
 
 
 def test_up_when_a_server_is_killed_then_it_runs_again_on_its_ports(cluster: Up) -> None:
