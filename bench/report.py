@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench import access_log
 from bench.comparison import EQUAL_PROMPTS, EQUAL_TOKENS, Case, Comparison, MeasurementFailed, compare
 from bench.process_starts import StartFailed, start_seconds
 from cli.launch import LaunchError
@@ -61,6 +62,8 @@ round, the same for both.
 * **KV transfer**: payload bytes over the time from opening the load to its verified end, between two processes with
   real cache-store agents; the bare socket moves the same bytes between the same processes without looking at them.
 * **start**: from starting the process to its first answer on `/live`.
+* **access log**: each call is timed by itself, in one process; `emit` hands over a line that is ready, `record` makes it
+  of a request's fields first. A queue is full because its destination takes nothing; then every line but one is dropped.
 
 `baton bench serve` measures a running cluster under a load of your choice.
 """
@@ -151,6 +154,12 @@ def show_starts(page: Page, folder: str) -> None:
         page.limit(f"start of {module}", [start_seconds(module, folder) for _ in range(STARTS)], "s", START_S)
 
 
+def show_access_log(page: Page) -> None:
+    page.line("\n## Access log\n")
+    page.line("`python -m bench.access_log`\n")
+    page.line(access_log.page(access_log.LINES, sigterm=True))
+
+
 def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -204,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         show_transfer(page, max(5, arguments.rounds))
         show_starts(page, str(folder))
+        show_access_log(page)
         page.line(METHOD.rstrip())
     except (MeasurementFailed, StartFailed, LaunchError, ModelPrepareError) as error:
         print(f"bench.report: {error}", file=sys.stderr)

@@ -28,6 +28,8 @@ CONTENT_FIELDS = frozenset(("prompt", "output"))
 TRACEBACK_FRAMES = 20
 TRACEBACK_CAUSES = 4
 
+# Written as they are. Asking whether one of them is a mapping would take longer than writing it.
+_ATOMS = frozenset((str, int, bool, type(None)))
 _SUCCESS = ErrorCode.NONE_ERROR.name
 
 
@@ -148,13 +150,23 @@ def _plain(value: Any) -> Any:
     """What is written for a value: durations with a microsecond's precision, since more digits say nothing; secrets in
     mappings masked."""
     kind = type(value)
+    if kind in _ATOMS:
+        return value
     if kind is float:
         return round(value, 6)
-    if kind is str or kind is int:
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): MASK if is_secret(str(key)) else _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if kind is dict or isinstance(value, Mapping):
+        plain = {}
+        for key, item in value.items():
+            name = key if type(key) is str else str(key)
+            if is_secret(name):
+                item = MASK
+            elif type(item) is float:  # what most mappings are made of
+                item = round(item, 6)
+            elif type(item) is not str:
+                item = _plain(item)
+            plain[name] = item
+        return plain
+    if kind is list or kind is tuple:
         return [_plain(item) for item in value]
     return value
 

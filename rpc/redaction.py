@@ -3,6 +3,7 @@ process was given as secrets (`hide`)."""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import AnyStr
 
@@ -28,6 +29,7 @@ def hide(value: str | None) -> None:
         _hidden[value] = value.encode("utf-8", "surrogatepass")
 
 
+@functools.lru_cache(maxsize=1024)  # the same few names stand in every line
 def is_secret(name: str) -> bool:
     return name.lower().replace("-", "_") in _NAMES
 
