@@ -62,8 +62,9 @@ round, the same for both.
 * **KV transfer**: payload bytes over the time from opening the load to its verified end, between two processes with
   real cache-store agents; the bare socket moves the same bytes between the same processes without looking at them.
 * **start**: from starting the process to its first answer on `/live`.
-* **access log**: each call is timed by itself, in one process; `emit` hands over a line that is ready, `record` makes it
-  of a request's fields first. A queue is full because its destination takes nothing; then every line but one is dropped.
+* **access log**: each call is timed by itself, in one process; `emit` hands over a line that is ready, `record` first
+  makes it of a request's fields. A queue is full because its destination takes nothing; then all lines but one are
+  dropped.
 
 `baton bench serve` measures a running cluster under a load of your choice.
 """
