@@ -112,6 +112,8 @@ class CacheStoreAgent:
             self._staging = Staging(pool.copies, settings.staging_slots, slot_bytes)
             self._marks = Completions("kv-marks")
         self._offer = make_offer(pool, settings)
+        # Threads begin with the first event that is large enough for them.
+        self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
         self._service = CacheStoreService(
             identity,
             pool,
@@ -123,6 +125,7 @@ class CacheStoreAgent:
             observe,
             self._changed,
             clock,
+            self._workers,
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,6 +161,7 @@ class CacheStoreAgent:
             if thread.is_alive():
                 _log.warning("the cache store's thread is still busy after %.1f s", timeout_s)
                 return
+        self._workers.shutdown(wait=False)
         if self._marks is not None:
             self._marks.close()
         if self._staging is not None:
@@ -347,7 +351,10 @@ class CacheStoreAgent:
 
     def _emit(self, event: AgentEvent) -> None:
         self._events.append(event)
-        self._wake()
+        try:
+            self._wake()
+        except Exception:  # the engine finds the event with its next step; whatever else ends now ends all the same
+            _log.exception("waking the engine failed")
 
     def _changed(self) -> None:
         """Passes on which leases ended."""

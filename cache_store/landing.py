@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from cache_store.load import Load, WantedHere, breach
@@ -28,7 +30,12 @@ _NOT_THEIRS = frozenset({ErrorCode.KV_LEASE_EXPIRED, ErrorCode.KV_STALE_REFERENC
 
 
 class Landing(ABC):
-    """Used by one task. Whoever made it calls `quiet` at the end, whatever the end is."""
+    """Used by one task. Whoever made it calls `quiet` at the end, whatever the end is.
+
+    `unproven`: a one-sided copy was given up before it was known to have ended.
+    """
+
+    unproven = False
 
     @abstractmethod
     async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
@@ -153,6 +160,16 @@ class StagedLanding(_CopyLanding):
         self._expect_completion(load, header, data.nbytes, slot, ticket)
 
 
+@dataclass(frozen=True)
+class FetchLimits:
+    """Of a one-sided transfer: from `steal_at` (a reading of `clock`) on no copy begins, so that none is under way at
+    the request's deadline; `wait_s` is the longest wait for those that have begun."""
+
+    steal_at: float
+    wait_s: float
+    clock: Callable[[], float] = time.monotonic
+
+
 class FetchLanding(_CopyLanding):
     """Events say which blocks are ready; they are copied out of the memory of the peer's engine.
 
@@ -170,8 +187,10 @@ class FetchLanding(_CopyLanding):
         source_count: int,
         source_id: int,
         prove: Callable[[], Awaitable[object]],
+        limits: FetchLimits,
     ) -> None:
         super().__init__(staging, wake, after)
+        self._limits = limits
         self._memory = memory
         self._source_count = source_count
         self._source_id = source_id
@@ -181,6 +200,9 @@ class FetchLanding(_CopyLanding):
 
     async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
         self.check(load)
+        if self._limits.clock() >= self._limits.steal_at:
+            late = "the request's deadline is too near for another read; allow it more time"
+            load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
         wanted = load.expect(header, data.nbytes)
         halves = self._source_count > 1 or wanted.partition_count > 1
         target = _places(wanted, header, halves=halves)
@@ -223,6 +245,19 @@ class FetchLanding(_CopyLanding):
             ) from None
 
     async def settle(self, load: Load) -> None:
+        try:
+            async with asyncio.timeout(self._limits.wait_s):
+                if self._copies:
+                    await asyncio.wait(set(self._copies))  # given up or not, the copies themselves go on
+        except TimeoutError:
+            self.unproven = True
+            load.fail_with(
+                BatonError(
+                    ErrorCode.READ_TRANSFER_NOT_DONE,
+                    "copies out of the prefill server's memory did not end in time",
+                    metadata={"waited_s": f"{self._limits.wait_s:g}", "copies": str(len(self._copies))},
+                )
+            )
         await super().settle(load)
         if self._proof is not None:
             try:

@@ -290,9 +290,10 @@ class Peers:
 
     async def release(self, address: str, request: pb.ReleaseRequest) -> bool:
         metadata = request_metadata(request.reference.request_key)
-        data = await self._call(
-            address, "Release", request.SerializeToString(), self._settings.call_timeout_s, metadata
-        )
+        settings = self._settings
+        # Giving up is told to every peer at once, and the lease ends by itself where it does not arrive.
+        timeout_s = settings.call_timeout_s if request.complete else settings.cancel_timeout_s
+        data = await self._call(address, "Release", request.SerializeToString(), timeout_s, metadata)
         return pb.ReleaseResponse.FromString(data).found
 
     async def close(self) -> None:

@@ -20,9 +20,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from cache_store import wire
-from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed
+from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed, Timeline
 from cache_store.handshake import Offer
-from cache_store.landing import FetchLanding, HostLanding, Landing, StagedLanding
+from cache_store.landing import FetchLanding, FetchLimits, HostLanding, Landing, StagedLanding
 from cache_store.layout import AgentIdentity
 from cache_store.load import Load, LoadState, WantedHere, breach
 from cache_store.observations import GRPC, IPC, Observe
@@ -75,6 +75,7 @@ class _Leg:
     transport: str = GRPC
     load: Load | None = None
     sent: bool = False  # the stream was opened, so P may have counted it
+    hold_until: float = 0.0  # its blocks are given back no sooner: a one-sided copy was not proven to have ended
 
 
 @dataclass(eq=False)
@@ -91,6 +92,7 @@ class _Job:
     after: Ticket | None  # the computation uses the blocks up to this point
     legs: list[_Leg] = field(default_factory=list)
     error: BatonError | None = None
+    failed: list[tuple[int, str]] = field(default_factory=list)  # peer rank and code of each failed leg, first first
     task: asyncio.Task[None] | None = None
     cancelled_at: float | None = None
 
@@ -176,7 +178,7 @@ class Puller:
         self._jobs[key] = job
         job.task = self._spawn(self._run(job))
         # Not in the task itself: one that is cancelled before its first step runs nothing of its body.
-        job.task.add_done_callback(lambda _: self._finish(job))
+        job.task.add_done_callback(lambda _: self._end(job))
 
     def cancel_load(self, key: str, error: BatonError) -> None:
         """Ends what there is of the key, and tells P."""
@@ -276,10 +278,12 @@ class Puller:
         except asyncio.CancelledError:
             raise
         except BatonError as error:
+            job.failed.append((leg.share.peer_rank, error.code.name))
             job.fail(error.with_context(peer=leg.address, peer_rank=str(leg.share.peer_rank)))
             raise
         except Exception as error:  # of the pool, of gRPC, of a metric: ends the load, never leaks it
-            _log.exception("loading %s failed", job.key)
+            _log.warning("loading %s failed", job.key, exc_info=error)
+            job.failed.append((leg.share.peer_rank, ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR.name))
             job.fail(
                 BatonError(
                     ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
@@ -295,12 +299,14 @@ class Puller:
         # A peer that was lost a moment ago has no memory any more; whatever else is wrong with it, the call will show.
         memory = peer.memory
         leg.transport = GRPC if memory is None else IPC
+        settings = self._settings
         load = leg.load = Load(
             self._wanted(job, leg.share),
             peer.checksum,
-            self._settings.load_progress_timeout_s,
-            self._settings.publish_timeout_s,
-            job.deadline,
+            settings.load_progress_timeout_s,
+            settings.publish_timeout_s,
+            # What a one-sided transfer has led to is known before the request's deadline, not at it.
+            job.deadline if memory is None else job.deadline - settings.return_before_deadline_s,
             self._clock,
             observe=self._observe,
             transport=leg.transport,
@@ -329,6 +335,8 @@ class Puller:
         finally:
             leg.generation = load.generation if load.generation is not None else leg.generation
             call.cancel()
+            if landing.unproven:
+                leg.hold_until = self._clock() + settings.quarantine_s
             await landing.quiet()
 
     def _landing(
@@ -345,7 +353,12 @@ class Puller:
         async def prove() -> None:
             await self.peers.renew(leg.address, self._reference(job.key, job.source, load.generation), reading=True)
 
-        return FetchLanding(staging, wake, job.after, memory, share.source_count, share.source_id, prove)
+        limits = FetchLimits(
+            steal_at=job.deadline - self._settings.steal_before_deadline_s,
+            wait_s=self._settings.transfer_wait_timeout_s,
+            clock=self._clock,
+        )
+        return FetchLanding(staging, wake, job.after, memory, share.source_count, share.source_id, prove, limits)
 
     async def _connect(self, job: _Job, leg: _Leg) -> tuple[Peer, grpc.aio.Channel]:
         """The peer, after a handshake, and a channel to it that is connected."""
@@ -450,31 +463,53 @@ class Puller:
 
     # ---- its end
 
+    def _end(self, job: _Job) -> None:
+        """The tasks of the load have ended. Its end follows at once, unless blocks have to be held."""
+        hold_s = max((leg.hold_until for leg in job.legs), default=0.0) - self._clock()
+        if hold_s > 0:
+            asyncio.get_running_loop().call_later(hold_s, self._finish, job)
+        else:
+            self._finish(job)
+
     def _finish(self, job: _Job) -> None:
-        """The load's one end: event, figures, and word to P. No task of the load runs any more."""
+        """The load's one end: figures, word to P, event. No task of the load runs any more.
+
+        Whatever goes wrong here, exactly one event comes out: the engine waits for it.
+        """
         if self._jobs.pop(job.key, None) is not job:
             raise AssertionError(f"the load of {job.key} ended twice")
-        now = self._clock()
         loads = [leg.load for leg in job.legs if leg.load is not None]
         events = sorted((event for load in loads for event in load.events), key=lambda event: event[1])
+        event: AgentEvent | None = None
+        try:
+            event = self._done(job, loads, events)
+        except Exception as error:
+            _log.warning("booking the load of %s failed", job.key, exc_info=error)
+            what = {"error": type(error).__name__}
+            job.fail(BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "booking the load failed", metadata=what))
+        self._emit(event if event is not None else self._failed(job, loads, events))
+
+    def _done(self, job: _Job, loads: Sequence[Load], events: Timeline) -> LoadDone | None:
+        """The event of a load that is complete; None when it is not."""
+        complete = job.error is None and len(loads) == len(job.legs)
+        if not complete or any(load.state is not LoadState.COMPLETE for load in loads):
+            return None
+        result = loads[0].result
+        assert result is not None  # COMPLETE
+        now = self._clock()
+        size = sum(load.bytes_received for load in loads)
+        exposed = max(load.exposed_seconds(now) for load in loads)
+        self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
+        self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
+        self._observe("kv_transfer_size_bytes", size, transport=job.transport)
+        self._release_all(job.key, job.source, {leg.address: leg.generation for leg in job.legs}, None)
+        return LoadDone(job.key, result, size, now - job.began, exposed, events)
+
+    def _failed(self, job: _Job, loads: Sequence[Load], events: Timeline) -> LoadFailed:
+        """The event of a load that failed. Its figures and its line in the log are worth less than the event."""
+        now = self._clock()
         generations = {leg.address: leg.generation for leg in job.legs}
         delivered = sum(load.delivered for load in loads)
-        size = sum(load.bytes_received for load in loads)
-        done = (
-            job.error is None
-            and len(loads) == len(job.legs)
-            and all(load.state is LoadState.COMPLETE for load in loads)
-        )
-        if done:
-            result = loads[0].result
-            assert result is not None  # COMPLETE
-            exposed = max(load.exposed_seconds(now) for load in loads)
-            self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
-            self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
-            self._observe("kv_transfer_size_bytes", size, transport=job.transport)
-            self._emit(LoadDone(job.key, result, size, now - job.began, exposed, events))
-            self._release_all(job.key, job.source, generations, None)
-            return
         error = job.error or BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "the load ended without a cause")
         wanted = sum(
             len(ids) * layout.num_layers * max(1, len(job.legs))
@@ -483,7 +518,12 @@ class Puller:
         )
         missing = wanted - delivered
         error.metadata.update(delivered=str(delivered), missing=str(missing))
-        self._report(job, error, delivered, wanted, now)
+        if len(job.legs) > 1 and job.failed:
+            error.metadata["ranks"] = ", ".join(f"{rank}: {code}" for rank, code in job.failed)
+        try:
+            self._report(job, error, delivered, wanted, now)
+        except Exception as defect:
+            _log.warning("reporting the failed load of %s failed", job.key, exc_info=defect)
         retriable = (
             not job.reload
             and job.cancelled_at is None
@@ -501,7 +541,7 @@ class Puller:
             self._release_all(job.key, job.source, generations, error)
         # With ipc, bytes that were read late may be those of another request.
         foreign = any(leg.transport == IPC and leg.sent for leg in job.legs)
-        self._emit(LoadFailed(job.key, error, delivered, missing, retriable, events, foreign))
+        return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign)
 
     def _report(self, job: _Job, error: BatonError, delivered: int, wanted: int, now: float) -> None:
         outcome = "failed" if job.cancelled_at is None else "aborted"
@@ -514,15 +554,22 @@ class Puller:
         if error.breach:
             self._observe("contract_breaches_total", kind=error.breach)
         _log.warning(
-            "%s request_key=%s rank=%d peer=%s code=%s finished=%d/%d cost_ms=%.0f: %s",
+            "%s request_id=%s request_key=%s rank=%d worker=%s peer=%s channel=%s grpc_code=%s remote_code=%d (%s) "
+            "finished=%d/%d cost_ms=%.0f ranks=[%s]: %s",
             FAILURE_MARKER,
+            job.key.partition("#")[0],
             job.key,
             self._identity.rank,
+            job.source.engine_id,
             error.metadata.get("peer", ", ".join(leg.address for leg in job.legs)),
+            job.transport,
+            error.metadata.get("grpc_code", error.spec.grpc.name),
+            int(error.code),
             error.code.name,
             delivered,
             wanted,
             1000 * (now - job.began),
+            ", ".join(f"{rank}: {code}" for rank, code in job.failed),
             error.message,
         )
 

@@ -10,6 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from rpc.errors import BatonError, ErrorCode
 
 HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
 MOST_NOTICES = 64  # layers of which one event of the transport ipc speaks
+WORKER_BYTES = 256 * 1024  # an event of host memory from this size on is put together by a worker
 WINDOW = 4  # events of one load that are being copied out of a device, or wait for their turn on the stream
 
 _STARTED_RUNNING = pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING).SerializeToString()
@@ -47,6 +49,7 @@ class Link:
     reader: Reader
     checksum: str  # mode
     context: grpc.aio.ServicerContext[Any, Any]
+    workers: Executor | None = None  # put large events together out of host memory
 
 
 class Sender(ABC):
@@ -198,11 +201,13 @@ class Sender(ABC):
 
 
 class HostSender(Sender):
-    """Blocks in host memory: each event is joined from views of the pool, when its turn has come."""
+    """Blocks in host memory: each event is joined from views of the pool, when its turn has come; a large one by a
+    worker, so that the loop serves other peers meanwhile."""
 
     def __init__(self, link: Link, pool: HostKvPool) -> None:
         super().__init__(link)
         self._pool = pool
+        self._copy: asyncio.Future[bytes] | None = None
 
     async def _advance(self) -> bool:
         run = self._reader.next_run()
@@ -210,9 +215,27 @@ class HostSender(Sender):
             return False
         blocks = await self._chosen(run)
         if blocks:
-            message = self._encode(run, blocks, self._views(run, blocks))
-            await self._send(message, len(blocks), run.wanted.piece_bytes * len(blocks))
+            size = run.wanted.piece_bytes * len(blocks)
+            workers = self._link.workers
+            if workers is None or size < WORKER_BYTES:
+                message = self._encode(run, blocks, self._views(run, blocks))
+            else:
+                views = self._views(run, blocks)
+                self._copy = asyncio.get_running_loop().run_in_executor(workers, self._encode, run, blocks, views)
+                message = await asyncio.shield(self._copy)
+                self._copy = None
+            await self._send(message, len(blocks), size)
         return True
+
+    async def _quiet(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return
+        try:
+            await settled([copy])
+        finally:
+            if copy.done() and not copy.cancelled():
+                copy.exception()  # looked at: the load has its cause already
 
     def _views(self, run: Run, blocks: list[int]) -> list[memoryview]:
         """Views of the pool, neighbours in the pool as one; or copies of the wanted share of the heads."""

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, cast
 
 import grpc
@@ -97,7 +98,9 @@ class CacheStoreService:
         observe: Observe,
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        workers: Executor | None = None,
     ) -> None:
+        self._workers = workers
         self._identity = identity
         self._pool = pool
         self._staging = staging
@@ -265,7 +268,9 @@ class CacheStoreService:
         return reader
 
     def _sender(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> Sender:
-        link = Link(self._settings, self._observe, self._clock, self.let_go, reader, request.checksum, context)
+        link = Link(
+            self._settings, self._observe, self._clock, self.let_go, reader, request.checksum, context, self._workers
+        )
         if reader.direct:
             return NoticeSender(link)
         if self._staging is not None:

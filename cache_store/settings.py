@@ -29,6 +29,13 @@ class AgentSettings:
     publish_timeout_s: float = 100.0  # P: longest wait of a load for the next publish; D: for P to run the request
     load_stall_timeout_s: float = 60.0  # P: an open load whose reader takes nothing this long stops renewing the lease
     bulk_channels: int = 4  # connections per peer for bulk data
+    threads: int = 4  # workers that put large events together out of host memory
+    # A one-sided transport: answer, and begin no further read, this long before the request's deadline.
+    return_before_deadline_s: float = 0.1
+    steal_before_deadline_s: float = 0.25
+    quarantine_s: float = 10.0  # least hold of blocks after copies that were not proven to have ended
+    transfer_wait_timeout_s: float = 180.0  # longest wait for copies that have begun
+    cancel_timeout_s: float = 1.0  # a word to each peer that a load was given up
     staging_slots: int = 32  # a pool on a device: events on their way from it, and as many on their way to it
     tombstone_s: float = 60.0  # how long an ended, failed or aborted key is remembered
     remembered_keys: int = 100_000  # how many of them at the most
@@ -42,5 +49,8 @@ class AgentSettings:
             raise ValueError(f"chunk_bytes {self.chunk_bytes} is outside [{MIN_CHUNK_BYTES}, {MAX_CHUNK_BYTES}]")
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) and field.name != "connect_retries" and value <= 0:
+            may_be_zero = field.name in ("connect_retries", "return_before_deadline_s", "quarantine_s")
+            if not isinstance(value, str) and (value < 0 if may_be_zero else value <= 0):
                 raise ValueError(f"{field.name} must be greater than 0, got {value}")
+        if self.return_before_deadline_s >= self.steal_before_deadline_s:
+            raise ValueError("return_before_deadline_s must be less than steal_before_deadline_s")

@@ -60,6 +60,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     cache_store_connect_timeout_ms: int = 1000
     cache_store_connect_retry_times: int = 0
     cache_store_publish_timeout_ms: int = 100_000
+    cache_store_threads: int = 0  # workers of host copies; 0: as many as cores, 32 at the most
+    cache_store_return_before_deadline_ms: int = 100
+    cache_store_steal_before_deadline_ms: int = 250
+    cache_store_quarantine_ms: int = 10_000
+    cache_store_transfer_wait_timeout_ms: int = 180_000
+    cache_store_cancel_timeout_ms: int = 1000
     load_cache_timeout_ms: int = 5000  # longest time without a new block once the prefill runs
     prefill_max_wait_timeout_ms: int = 600_000  # longest time in the queue before the first step
     decode_retry_times: int = 100  # further attempts to reserve blocks
@@ -105,6 +111,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--cache-store-connect-timeout-ms", self.cache_store_connect_timeout_ms, 10, 60_000)
         _in_range("--cache-store-connect-retry-times", self.cache_store_connect_retry_times, 0, 100)
         _in_range("--cache-store-publish-timeout-ms", self.cache_store_publish_timeout_ms, 100, 3_600_000)
+        _in_range("--cache-store-threads", self.cache_store_threads, 0, 256)
+        _in_range("--cache-store-return-before-deadline-ms", self.cache_store_return_before_deadline_ms, 0, 10_000)
+        _in_range("--cache-store-steal-before-deadline-ms", self.cache_store_steal_before_deadline_ms, 0, 10_000)
+        _in_range("--cache-store-quarantine-ms", self.cache_store_quarantine_ms, 0, 600_000)
+        _in_range("--cache-store-transfer-wait-timeout-ms", self.cache_store_transfer_wait_timeout_ms, 100, 3_600_000)
+        _in_range("--cache-store-cancel-timeout-ms", self.cache_store_cancel_timeout_ms, 10, 60_000)
         _in_range("--load-cache-timeout-ms", self.load_cache_timeout_ms, 100, 3_600_000)
         _in_range("--prefill-max-wait-timeout-ms", self.prefill_max_wait_timeout_ms, 1, 86_400_000)
         _in_range("--decode-retry-times", self.decode_retry_times, 0, 10_000)

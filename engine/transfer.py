@@ -7,6 +7,7 @@ main thread.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -51,6 +52,12 @@ def agent_settings(config: EngineConfig) -> AgentSettings:
         load_progress_timeout_s=config.load_cache_timeout_ms / 1000,
         publish_timeout_s=config.cache_store_publish_timeout_ms / 1000,
         bulk_channels=config.kv_bulk_channels,
+        threads=config.cache_store_threads or min(32, os.cpu_count() or 1),
+        return_before_deadline_s=config.cache_store_return_before_deadline_ms / 1000,
+        steal_before_deadline_s=config.cache_store_steal_before_deadline_ms / 1000,
+        quarantine_s=config.cache_store_quarantine_ms / 1000,
+        transfer_wait_timeout_s=config.cache_store_transfer_wait_timeout_ms / 1000,
+        cancel_timeout_s=config.cache_store_cancel_timeout_ms / 1000,
     )
 
 

@@ -200,6 +200,41 @@ class ServerSettings(CommonSettings):
         100_000, ge=100, le=3_600_000, description="wait of a load for a first published block"
     )
 
+    cache_store_threads: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="workers that copy large pieces of KV out of host memory; default: min(32, cores)",
+    )
+    cache_store_return_before_deadline_ms: int = Field(
+        100, ge=0, le=10_000, description="a one-sided transfer answers this long before the request's deadline"
+    )
+    cache_store_steal_before_deadline_ms: int = Field(
+        250, ge=0, le=10_000, description="a one-sided transfer begins no read within this time of the deadline"
+    )
+    cache_store_quarantine_ms: int = Field(
+        10_000,
+        ge=0,
+        le=600_000,
+        description="least time for which blocks are held after a one-sided transfer that was not proven to have ended",
+    )
+    cache_store_transfer_wait_timeout_ms: int = Field(
+        180_000, ge=100, le=3_600_000, description="longest wait for one-sided copies that have begun"
+    )
+    cache_store_cancel_timeout_ms: int = Field(
+        1000, ge=10, le=60_000, description="time for the word to each peer that a load was given up"
+    )
+
+    @model_validator(mode="after")
+    def _return_before_steal(self) -> Self:
+        if self.cache_store_return_before_deadline_ms >= self.cache_store_steal_before_deadline_ms:
+            answer, last_read = self.cache_store_return_before_deadline_ms, self.cache_store_steal_before_deadline_ms
+            raise ValueError(
+                f"--cache-store-return-before-deadline-ms {answer} must be less than "
+                f"--cache-store-steal-before-deadline-ms {last_read}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_word_on_graphs(self) -> Self:
         if self.enforce_eager and self.enable_cuda_graph:

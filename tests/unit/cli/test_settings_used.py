@@ -18,7 +18,7 @@ from router.settings import RouterSettings
 ROOT = Path(__file__).resolve().parents[3]
 FRONTS = ("front", "prefill_server", "decode_server", "rpc")
 # Reading a setting to check its range, or to hand it on whole, is not what it is for.
-NOT_A_USE = {"check", "_grace_within_timeout", "_one_pool_size"}
+NOT_A_USE = {"check", "_grace_within_timeout", "_one_pool_size", "_return_before_steal"}
 
 
 def attributes_read(packages: Iterable[str]) -> set[str]:
