@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +65,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if BESIDE_OTHERS:
         config.stash[_turns] = Turns(config.rootpath / ".pytest_cache" / "turns")
         config.add_cleanup(config.stash[_turns].close)
+    else:
+        _keep_temporary_files_together(config)
+
+
+def _keep_temporary_files_together(config: pytest.Config) -> None:
+    """One folder for all that this run's processes leave, also those that are killed; it goes with the run.
+
+    Folders of `tmp_path` are pytest's to keep: those of failed tests can be looked at.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="baton-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 # Outermost, so that waiting for a turn does not count as a part of the test's time.

@@ -93,7 +93,7 @@ def tiny_model(name: str) -> Path:
     class_name, arguments = TINY_MODELS[name]
     recipe = json.dumps([class_name, _COMMON | arguments, _SEED, transformers.__version__], sort_keys=True)
     key = hashlib.sha256((recipe + Path(__file__).read_text()).encode()).hexdigest()[:12]
-    default = Path(tempfile.gettempdir()) / f"baton-tiny-models-{os.getuid()}"
+    default = Path(__file__).resolve().parents[3] / ".pytest_cache" / "tiny-models"  # for later runs too
     root = Path(os.environ.get("BATON_TINY_MODELS", default))
     folder = root / f"{name}-{key}"
     if folder.exists():
