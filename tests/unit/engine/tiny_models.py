@@ -1,7 +1,7 @@
 """Tiny random models of every family, as Hugging Face folders that can be served.
 
-Made from transformers configurations with fixed seeds and cached below the system's temporary folder, so that
-the test modules of one machine share them. Set BATON_TINY_MODELS to keep them elsewhere.
+Made from transformers configurations with fixed seeds and kept in the checkout (.pytest_cache/tiny-models), so that all
+test modules and later runs share them. Set BATON_TINY_MODELS to keep them elsewhere.
 """
 
 from __future__ import annotations
