@@ -44,6 +44,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("kv_transport", "kv_lease_seconds", "kv_checksum", "kv_load_failure_policy", "kv_bulk_channels"),
         *("load_cache_timeout_ms", "cache_store_connect_timeout_ms", "cache_store_connect_retry_times"),
         *("cache_store_queue_size", "cache_store_chunk_bytes", "cache_store_publish_timeout_ms"),
+        *("cache_store_threads", "cache_store_cancel_timeout_ms", "cache_store_transfer_wait_timeout_ms"),
+        *("cache_store_quarantine_ms", "cache_store_steal_before_deadline_ms"),
+        "cache_store_return_before_deadline_ms",
     ),
     "Waiting and time limits": (
         *("request_timeout_secs", "max_rpc_timeout_ms", "prefill_max_wait_timeout_ms", "decode_retry_times"),
