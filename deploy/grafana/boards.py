@@ -42,9 +42,13 @@ def _rate(series: str, by: str) -> str:
     return f"sum by ({by}) (rate({series}[{_RATE}]))"
 
 
-def _share(part: str, whole: str, by: str) -> str:
-    """`part` of `whole`, both rates; without a value where nothing happened."""
-    return f"{_rate(part, by)} / ({_rate(whole, by)} > 0)"
+def _share(part: str, whole: str, by: str, or_none: bool = False) -> str:
+    """`part` of `whole`, both rates; without a value where nothing happened.
+
+    `or_none`: 0 where there is no `part`, which has no series before its first event.
+    """
+    counted = f"({_rate(part, by)} or 0 * {_rate(whole, by)})" if or_none else _rate(part, by)
+    return f"{counted} / ({_rate(whole, by)} > 0)"
 
 
 def _mean(family: str, matchers: str, by: str) -> str:
@@ -122,7 +126,8 @@ OVERVIEW = Board(
                       "What each code means, and what to do, is on the operations page.", stacked=True),
                 Panel("Share of failed requests", "percentunit",
                       (Query(_share(f"baton_request_errors_total{{{_ROUTER_MODEL}}}",
-                                    f"baton_requests_total{{{_ROUTER_MODEL}}}", "model_name"), "{{model_name}}"),),
+                                    f"baton_requests_total{{{_ROUTER_MODEL}}}", "model_name", or_none=True),
+                             "{{model_name}}"),),
                       "All codes, also those that clients have to answer for."),
             ),
         ),

@@ -69,6 +69,7 @@ class Prometheus:
         try:
             port = self._until("its port", self._port)
             self._http.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+            self._until("its readiness", lambda: self._http.get("/-/ready").is_success)
             self._until("its targets", lambda: len(self._scrapes()) == len(self.targets))
         except BaseException:
             self.close()
