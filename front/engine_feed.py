@@ -42,11 +42,13 @@ class EngineFeed:
         self._transfers = transfers
         self._transport = "grpc"
         metrics.set("baton_engine_up", 0, rank=self._rank)
+        self._set_grammars(False)
 
     def came_up(self, ready: EngineReady) -> None:
         """Facts of the engine, as metrics."""
         metrics = self._metrics
         metrics.set("baton_engine_up", 1, rank=self._rank)
+        self._set_grammars(ready.grammars)
         self._transport = ready.transports[0]
         metrics.set(
             "baton_model_info",
@@ -71,6 +73,11 @@ class EngineFeed:
 
     def died(self) -> None:
         self._metrics.set("baton_engine_up", 0, rank=self._rank)
+        self._set_grammars(False)
+
+    def _set_grammars(self, available: bool) -> None:
+        if "baton_grammar_validator_available" in self._metrics.families:
+            self._metrics.set("baton_grammar_validator_available", int(available))
 
     def on_step(self, step: StepMessage) -> None:
         try:

@@ -12,6 +12,7 @@ import grpc.aio
 
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
 from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
+from router.grammar.keys import AskedGrammar, grammar_of, wrong
 from router.open_requests import OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
 from router.trace_context import trace_context
@@ -144,6 +145,8 @@ def generation_params(request: generation_pb2.GenerateRequest, streamed: bool) -
         cache_salt=request.cache_salt,
         input_embeddings=_input_embeddings(request.input_embeddings),
     )
+    if request.HasField("structured_output"):
+        params.grammar = _structured_output(request.structured_output)
     if request.HasField("n"):
         params.n = request.n
     if sampling.HasField("max_tokens"):
@@ -169,6 +172,18 @@ def generation_params(request: generation_pb2.GenerateRequest, streamed: bool) -
         case "messages":
             params.messages = [{"role": m.role, "content": m.content} for m in request.messages.messages]
     return params
+
+
+def _structured_output(message: generation_pb2.StructuredOutput) -> AskedGrammar:
+    kind = message.WhichOneof("grammar")
+    value: object = None
+    if kind == "choice":
+        value = list(message.choice.texts)
+    elif kind is not None and (kind != "json_object" or message.json_object):
+        value = getattr(message, kind)
+    if kind is None or value is None:
+        raise wrong("structured_output", "structured_output must have exactly one grammar")
+    return AskedGrammar(grammar_of(kind, value, f"structured_output.{kind}"), "structured_output")
 
 
 def _input_embeddings(messages: Iterable[common_pb2.InputEmbedding]) -> list[InputEmbedding]:

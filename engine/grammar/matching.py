@@ -13,14 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.grammar.compiling import Compiler
+from kernels.token_mask import mask_words
 from rpc.errors import BatonError, ErrorCode
 
 Mask = NDArray[np.int32]
-
-
-def mask_words(vocab_size: int) -> int:
-    """int32 words of a mask with a bit per token: token t is bit t mod 32 of word t div 32; set means allowed."""
-    return -(-vocab_size // 32)
 
 
 class GrammarMatching:
@@ -115,8 +111,8 @@ class GrammarMatching:
 
     @property
     def mask(self) -> Mask | None:
-        """[words] of the next draw, see `mask_words`; None when every token is allowed. Fills it when that was not
-        done before. Not to be changed, and valid until the next commit."""
+        """[mask_words] of the next draw, a set bit for each token that is allowed; None when every token is. Filled if
+        that was not done before. Not to be changed, and valid until the next commit."""
         self.fill()
         return self._mask[0] if self._masks else None
 

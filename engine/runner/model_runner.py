@@ -12,6 +12,7 @@ import torch
 from engine.attention.backend import BatchLimits
 from engine.attention.selection import select_backend
 from engine.device import resolve_device
+from engine.grammar.filling import MaskFilling
 from engine.layers.maker import HostMaker, LayerMaker
 from engine.layers.override import Override, override_of
 from engine.loader.fingerprint import model_fingerprint
@@ -95,6 +96,7 @@ class ModelRunner:
         self._bound: list[Any] = []  # the backend's handles of kv_layers
         self.num_blocks = 0
         self.device_steps: DeviceSteps | None = None  # runs the steps where the backend reads its rows on the device
+        self._masks = MaskFilling()  # of grammars; on a device, the sampler makes them
         self.session = CaptureSession()
         self.prefill_init = Decision(PrefillGraphStatus.NOT_REQUESTED)  # about every prompt while there are no graphs
         self.decode_init = DecodeGraphStatus.NOT_REQUESTED  # of every decode step without device_steps
@@ -251,11 +253,16 @@ class ModelRunner:
         if self.device_steps is not None:
             return self._execute_on_device(self.device_steps, batch, on_layer, begin)
         inputs = build_inputs(batch, self.device, self.config.rope.axes)
-        hidden = self.forward(batch, inputs, on_layer)
-        logits = None
-        if inputs.sampled_rows:
-            last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-            logits = self.model.logits(last)
+        filling = self._masks.begin(batch.rows)
+        try:
+            hidden = self.forward(batch, inputs, on_layer)
+            logits = None
+            if inputs.sampled_rows:
+                last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+                logits = self.model.logits(last)
+        finally:
+            if filling is not None:
+                filling.result()
         forwarded = time.perf_counter()
         results = [RowResult() for _ in batch.rows]
         if logits is not None:

@@ -9,7 +9,8 @@ A step's sampling is four calls, of which only the last waits:
     sampler.collect(pending)        one SampledToken per row
 
 A row is plain when it takes the likeliest token, reports no log-probabilities and changes no logit. A step of such rows
-costs one kernel and one copy of some kilobytes, and nothing per row but a look at its parameters.
+costs one kernel and one copy of some kilobytes, and nothing per row but a look at its parameters. A grammar changes
+logits: its masks are made in `run`, while the device computes the logits, and are one more copy and launch.
 
 Tokens are those of `engine.sampling.sample` on the same float32 logits: for greedy rows always, for drawn ones where
 `numpy.exp` has the bits of `kernels.exponential` (x86 processors with AVX2 or AVX-512; see there for the odds
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from engine.messages import SamplingParams, TokenLogprob
 from engine.sampling.biases import BiasEntries
 from engine.sampling.failures import every_token_masked, logits_not_finite
+from engine.sampling.masks import Masking, TokenMasks
 from engine.sampling.penalties import PenaltySlots
 from engine.sampling.row import SampledToken, SamplingRow
 from kernels import draw as draw_kernels
@@ -112,6 +114,7 @@ class DeviceSampler:
         self._known: dict[int, _Known] = {}
         self._biases = BiasEntries(vocab, remembered=4 * max_rows)
         self._penalties = PenaltySlots(max_rows, vocab, self.device)
+        self._masks = TokenMasks(max_rows, vocab, self.device)
         self._wide: torch.Tensor | None = None  # float32 logits, when those of the model are narrower
         self._logprobs: logprob_kernels.LogprobScratch | None = None
         self._outboxes = [self._outbox(None) for _ in range(_GENERATIONS)]
@@ -129,6 +132,7 @@ class DeviceSampler:
         self._entry_count = self._update_count = 0
         self._longest = 0  # most penalised tokens of a row
         self._asks_logprobs = False
+        self._grammars: list[tuple[int, Masking]] = []  # rows that have one
 
     # -- what the rows want ---------------------------------------------------------------------------------
 
@@ -145,7 +149,7 @@ class DeviceSampler:
         plain = True
         for row in rows:
             found = known.get(id(row.params)) or self._learn(row.params)
-            if not found.plain or row.token_index < found.min_tokens:
+            if not found.plain or row.token_index < found.min_tokens or row.grammar is not None:
                 plain = False
         self._plain = plain
         if not plain:
@@ -197,6 +201,9 @@ class DeviceSampler:
         if biased:
             entries = self._biases.of([(i, rows[i]) for i in biased])
             table[biased, _WHAT_WORD] |= ADJUSTED
+        self._grammars = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
+        if self._grammars:
+            table[[i for i, _ in self._grammars], _WHAT_WORD] |= ADJUSTED
         self._longest = 0
         penalized = np.flatnonzero(table[:, _WHAT_WORD] & PENALIZED).tolist()
         if penalized:
@@ -265,7 +272,7 @@ class DeviceSampler:
         tokens, flags, row_params = self.tokens, self.flags, self._row_params
         changed = logits
         if self._any & ADJUSTED:
-            changed = self._widened(logits)
+            changed = self._masks.apply(logits, self._grammars) if self._grammars else self._widened(logits)
             self._change(changed)
             sampling_kernels.largest(changed, self._scratch, tokens, flags, adjusted=row_params)
         if self._any & DRAWN:
@@ -305,6 +312,7 @@ class DeviceSampler:
                 self.stage([row] * rows)
                 self.run(logits)
                 self.collect(self.send(rows))
+        self._masks.warm_up(dtype)
 
     # -- results --------------------------------------------------------------------------------------------
 
@@ -355,7 +363,7 @@ class DeviceSampler:
         count = len(pending.rows)
         tokens, flags = pending.outcome[:, :count].tolist()
         if any(flags):
-            results = [_result(token, flag) for token, flag in zip(tokens, flags, strict=True)]
+            results = [_result(*each) for each in zip(tokens, flags, pending.rows, strict=True)]
         else:
             results = [SampledToken(token) for token in tokens]
         if pending.found is not None:
@@ -386,11 +394,11 @@ class DeviceSampler:
             self._owner = here
 
 
-def _result(token: int, flag: int) -> SampledToken:
+def _result(token: int, flag: int, row: SamplingRow) -> SampledToken:
     if flag == sampling_kernels.USABLE:
         return SampledToken(token)
     masked = flag == sampling_kernels.ALL_MASKED
-    return SampledToken(None, failure=every_token_masked() if masked else logits_not_finite())
+    return SampledToken(None, failure=every_token_masked(row.grammar is not None) if masked else logits_not_finite())
 
 
 def _add_logprobs(found: _Words, rows: Sequence[SamplingRow], results: Sequence[SampledToken], vocab: int) -> None:

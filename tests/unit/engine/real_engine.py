@@ -24,6 +24,7 @@ from engine.messages import (
 )
 from engine.process import start_core
 from rpc.errors import ErrorCode
+from rpc.grammar import GrammarSpec
 from rpc.input_embeddings import InputEmbedding
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -75,6 +76,7 @@ class RealEngine:
         outputs: Sequence[int] = (),
         salt: str = "",
         embeddings: Sequence[InputEmbedding] = (),
+        grammar: GrammarSpec | None = None,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
@@ -88,6 +90,7 @@ class RealEngine:
             arrival_ns=time.monotonic_ns(),
             kv_source=source,
             input_embeddings=list(embeddings),
+            grammar=grammar,
         )
         self.core.handle(FrontMessage(adds=[request]))
 

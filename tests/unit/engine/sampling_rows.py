@@ -6,14 +6,28 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.messages import SamplingParams
 from engine.sampling import SampledToken, SamplingRow
 
 
+class FixedMask:
+    """What masks a row in place of a grammar's matcher."""
+
+    def __init__(self, allowed: np.ndarray | None) -> None:
+        """allowed: bool [vocab]."""
+        self.mask = None
+        if allowed is not None:
+            padded = np.zeros(-(-len(allowed) // 32) * 32, dtype=np.uint8)
+            padded[: len(allowed)] = allowed
+            self.mask = np.packbits(padded, bitorder="little").view(np.int32)
+
+
 def random_row(choice: random.Random, vocab: int, most_logprobs: int = 20) -> SamplingRow:
-    """A row of any kind: greedy or drawn, filtered, biased, masked, penalised, with log-probabilities, or plain."""
+    """A row of any kind: greedy or drawn, filtered, biased, masked, penalised, with log-probabilities, or plain; some
+    with a grammar."""
     index = choice.randrange(9)
     params: dict[str, object] = {"max_tokens": 100, "seed": choice.getrandbits(64)}
     params["temperature"] = choice.choice([0.0, 0.0, 1e-40, 0.4, 0.7, 1.0, 1.0, 2.0])
@@ -38,7 +52,19 @@ def random_row(choice: random.Random, vocab: int, most_logprobs: int = 20) -> Sa
         [choice.randrange(vocab) for _ in range(choice.randrange(1, 30))],
         [choice.randrange(-1, vocab + 2) for _ in range(index)],
         [1, vocab + 7],
+        random_mask(choice, vocab) if choice.random() < 0.3 else None,  # type: ignore[arg-type]
     )
+
+
+def random_mask(choice: random.Random, vocab: int) -> FixedMask:
+    """A mask of a grammar that allows many tokens, few, one, or none, or that asks for no masking."""
+    if choice.random() < 0.1:
+        return FixedMask(None)
+    share = choice.choice([0.9, 0.1, 0.0])
+    allowed = np.random.default_rng(choice.getrandbits(60)).random(vocab) < share
+    if choice.random() < 0.9:
+        allowed[choice.randrange(vocab)] = True
+    return FixedMask(allowed)
 
 
 def random_logits(choice: random.Random, rows: int, vocab: int) -> torch.Tensor:
@@ -61,6 +87,14 @@ def random_logits(choice: random.Random, rows: int, vocab: int) -> torch.Tensor:
         elif kind >= 5:
             row[torch.randperm(vocab, generator=generator)[:20]] += 10.0
     return logits
+
+
+def unmask_bad_rows(rows: Sequence[SamplingRow], logits: torch.Tensor) -> None:
+    """Takes the grammar from rows whose logits hold NaN: if it masks that, the row has a token, and the order of its
+    log-probabilities is nobody's promise."""
+    for row, bad in zip(rows, logits.isnan().any(dim=1).tolist(), strict=True):
+        if bad:
+            row.grammar = None
 
 
 def assert_same(got: Sequence[SampledToken], wanted: Sequence[SampledToken], rows: Sequence[SamplingRow]) -> None:

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from kernels import draw, jit, logit_changes, logprobs, offline, sampling
+from kernels import draw, jit, logit_changes, logprobs, offline, sampling, token_mask
 
 VOCAB = 128_256
 
@@ -34,6 +34,8 @@ def _launch_all() -> None:
         table.update(words.view(-1), 7 * rows)
         logit_changes.penalize(logits, words, table, 600 * rows)
         logit_changes.unpenalize(logits, words, table, 600 * rows)
+        masks = torch.zeros(256, token_mask.mask_words(VOCAB), dtype=torch.int32)
+        token_mask.masked(logits, masks[0], masks, torch.empty(256, VOCAB))
     sampling.largest(torch.empty(3, VOCAB, dtype=torch.bfloat16), scratch, tokens, flags)
 
 
@@ -55,6 +57,7 @@ def test_each_kernel_compiles_once_per_width_of_blocks(compiled: list[dict[str, 
         "_draw_kernel": 2,
         "_largest_kernel": 3,  # also for adjusted rows, and for bfloat16
         "_logprobs_kernel": 2,
+        "_mask_kernel": 1,
         "_masses_kernel": 2,
         "_penalize_kernel": 2,
         "_update_kernel": 1,

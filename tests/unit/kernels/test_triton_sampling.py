@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import draw, exponential, logit_changes, logprobs, sampling
+from kernels import draw, exponential, logit_changes, logprobs, sampling, token_mask
 from kernels.jit import jit, tl
 from kernels.sampling import ADJUSTED, DRAWN, LOGPROBS_SHIFT, NO_TOP_K, PENALIZED, ROW_WORDS, SELECTS
 
@@ -291,3 +291,27 @@ def _float(words: torch.Tensor) -> torch.Tensor:
 
 def test_row_words_are_what_the_kernels_read(device: torch.device) -> None:
     assert _row_params(1, 10, device).shape == (1, ROW_WORDS)
+
+
+# -- masks of the vocabulary -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(31, torch.float32), (1025, torch.bfloat16)])
+def test_masked_logits_are_the_logits_where_the_mask_has_a_bit(
+    vocab: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = _random(4, vocab).to(device, dtype)
+    logits[1, 3], logits[2, 5] = NAN, INF
+    before = logits.clone()
+    generator = torch.Generator().manual_seed(7)
+    masks = torch.randint(-(2**31), 2**31, (3, token_mask.mask_words(vocab)), generator=generator, dtype=torch.int32)
+    masks[1] = 0
+    slots = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device)
+    out = torch.full((6, vocab), 7.0, device=device)
+    found = token_mask.masked(logits, slots, masks.to(device), out)
+    wanted = token_mask.reference(logits, slots, masks.to(device))
+    assert found.shape == (4, vocab)
+    assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
+    assert torch.isneginf(found[3]).all()
+    assert (out[4:] == 7.0).all()
+    assert torch.equal(logits.nan_to_num(0.5), before.nan_to_num(0.5))
