@@ -157,16 +157,16 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
 
     from cache_store.agent import CacheStoreAgent
     from engine.core import EngineCore
-    from engine.kv_cache.cache import KvCache
     from engine.grammar.compiling import CACHE_BYTES, GrammarWorkers
+    from engine.kv_cache.cache import KvCache
     from engine.loader.errors import ModelLoadError
     from engine.memory import device_kv_blocks, free_memory_bytes, kv_blocks
     from engine.runner.decode_status import capture_sizes
     from engine.runner.model_runner import ModelRunner
     from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
     from engine.transfer import agent_identity, agent_settings, kv_pool
-
     from rpc.grammar_compiler import GrammarCompiler
+
     began = time.monotonic()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -185,7 +185,6 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
     except ModelLoadError as error:
         raise BatonError(ErrorCode.INVALID_PARAMS, f"--model {config.model}: {error}") from error
     model = runner.config
-    config.check_lengths(model.max_model_len)
     grammars: GrammarWorkers | None = None
     if config.grammars:
         compiler = GrammarCompiler.load(
@@ -195,6 +194,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
             cache_bytes=CACHE_BYTES,
         )
         grammars = GrammarWorkers(compiler, wakeup.wake)
+    config.check_lengths(model.max_model_len)
     config = msgspec.structs.replace(config, block_size=runner.block_size)
     on_cuda = runner.device.type == "cuda"
     cuda_graphs = on_cuda if config.enable_cuda_graph is None else config.enable_cuda_graph
@@ -255,8 +255,8 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         eos_token_ids=frozenset(model.eos_token_ids),
         kv=kv,
         embedding_size=runner.embedding_size,
-    )
         grammars=grammars,
+    )
     ready = EngineReady(
         engine_id=engine_id,
         rank=config.rank,
@@ -276,8 +276,8 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
         load_seconds=time.monotonic() - began,
         captured=captured + prefill_graphs.captured,
         embedding_size=runner.embedding_size,
-        stats=core.stats(),
         grammars=grammars is not None,
+        stats=core.stats(),
     )
     return core, ready
 
