@@ -82,6 +82,8 @@ def test_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seco
         env={**os.environ, "TMPDIR": temporary.name},
     )  # fmt: skip
     try:
+        # Its sockets stand there until the engine has begun.
+        wait_for("the engine's folder", lambda: list(Path(temporary.name).iterdir()), 10 * LIMIT_S, 0.002)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             grpc.channel_ready_future(channel).result(10 * LIMIT_S)
             listening_s = cpu_seconds(process.pid)
@@ -104,7 +106,6 @@ def test_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seco
         assert typed(info_error).code is ErrorCode.ENGINE_DEAD
         assert (ready.status_code, live.status_code) == (503, 200)
         assert ready.json()["reasons"]
-        wait_for("sockets between the server and its engine", lambda: list(Path(temporary.name).iterdir()), LIMIT_S)
     finally:
         process.terminate()
         assert process.wait(LIMIT_S) == 0  # told to stop while loading

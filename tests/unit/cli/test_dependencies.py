@@ -16,7 +16,7 @@ OWN = set(PROJECT["tool"]["importlinter"]["root_packages"]) | {"tests", "deploy"
 # Loaded by name: uvicorn takes httptools as its parser.
 NOT_IMPORTED = {"httptools"}
 # Tools that are run, and stubs.
-TOOLS = {"import-linter", "mypy", "mypy-protobuf", "pytest-asyncio", "pytest-timeout", "ruff"}
+TOOLS = {"import-linter", "mypy", "mypy-protobuf", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff"}
 # Comparisons with the reference; the product runs without it.
 REFERENCE = {"bench/transformers_baseline.py", "bench/engine_step.py"}
 
