@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-READ_BYTES = 64 << 10
+READ_BYTES = 16 << 10
 MOST_QUEUED_BYTES = 4 << 20  # on the way in one direction of a connection; a sender waits above it
 CONNECT_LIMIT_S = 5.0
 START_LIMIT_S = 5.0
@@ -28,23 +28,41 @@ BURST_S = 0.002  # what the bandwidth limit lets through at once
 
 @dataclass(frozen=True)
 class Impairment:
-    """Of each direction of each connection: seconds that a byte takes longer, and bytes per second at the most."""
+    """Of each direction: seconds that a byte takes longer, and bytes per second of all connections together."""
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0  # 0: no limit
 
 
+class _Line:
+    """What all connections share in one direction."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0  # when it has sent what it was given
+
+    def clear(self) -> None:
+        self._free_at = 0.0
+
+    async def send(self, count: int, rate: float) -> None:
+        if rate:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now - BURST_S) + count / rate
+            await asyncio.sleep(max(0.0, self._free_at - now))
+
+
 class _Direction:
     """One direction of a connection: a pipe with the length `delay_s`."""
 
-    def __init__(self, proxy: TcpProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, proxy: TcpProxy, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._proxy = proxy
+        self._line = line
         self._reader = reader
         self._writer = writer
         self._waiting: deque[tuple[float, bytes]] = deque()  # when a piece is to leave, at the earliest; b"" is the end
         self._bytes = 0
         self._changed = asyncio.Condition()
-        self._free_at = 0.0  # when the line has sent what it was given
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -74,7 +92,8 @@ class _Direction:
                     self._writer.write_eof()
                 return
             await asyncio.sleep(max(0.0, due - loop.time()))
-            await self._pace(len(data))
+            await self._line.send(len(data), self._proxy.impairment.bytes_per_s)
+            await self._proxy.passing.wait()
             self._proxy.forwarded += len(data)
             self._writer.write(data)
             await self._writer.drain()
@@ -82,13 +101,6 @@ class _Direction:
                 self._bytes -= len(data)
                 self._changed.notify_all()
             self._proxy.passed(len(data))
-
-    async def _pace(self, count: int) -> None:
-        rate = self._proxy.impairment.bytes_per_s
-        if rate:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(self._free_at, now - BURST_S) + count / rate
-            await asyncio.sleep(max(0.0, self._free_at - now))
 
 
 class TcpProxy:
@@ -106,11 +118,12 @@ class TcpProxy:
         *,
         enter: Callable[[], None] | None = None,
     ) -> None:
-        self.impairment = impairment or Impairment()
+        self._impairment = impairment or Impairment()
         self.forwarded = 0  # bytes, of both directions
         self.accepted = 0  # connections
         self._target = target if callable(target) else lambda: target
         self._enter = enter
+        self._out, self._back = _Line(), _Line()
         self._refusing = False
         self._cut_after: int | None = None
         self._socket = socket.create_server(listen, backlog=256)
@@ -119,6 +132,8 @@ class TcpProxy:
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._end = asyncio.Event()
+        self.passing = asyncio.Event()
+        self.passing.set()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="tcp-proxy", daemon=True)
 
@@ -134,8 +149,21 @@ class TcpProxy:
         return f"{host}:{port}"
 
     @property
-    def open_connections(self) -> int:
-        return len(self._connections)
+    def impairment(self) -> Impairment:
+        return self._impairment
+
+    @impairment.setter
+    def impairment(self, value: Impairment) -> None:
+        self._impairment = value
+        self._loop.call_soon_threadsafe(self._clear_lines)
+
+    def _clear_lines(self) -> None:
+        self._out.clear()
+        self._back.clear()
+
+    def hold(self, holding: bool) -> None:
+        """Whether bytes are kept, in silence, in place of being passed on."""
+        self._loop.call_soon_threadsafe(self.passing.clear if holding else self.passing.set)
 
     def cut(self) -> int:
         """Resets every open connection on both sides; returns how many there were."""
@@ -179,7 +207,7 @@ class TcpProxy:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._accept, sock=self._socket)
+        server = await asyncio.start_server(self._accepted, sock=self._socket)
         self._started.set()
         await self._end.wait()
         server.close()
@@ -203,11 +231,12 @@ class TcpProxy:
 
     # -- connections -----------------------------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._connect(reader, writer))
+        self._tasks.add(task)  # `_serve` cancels and awaits what is left
         task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
         target = self._target()
         if self._refusing or target is None:
@@ -225,8 +254,8 @@ class TcpProxy:
             each.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_Direction(self, reader, there_writer).run())
-                group.create_task(_Direction(self, there_reader, writer).run())
+                group.create_task(_Direction(self, self._out, reader, there_writer).run())
+                group.create_task(_Direction(self, self._back, there_reader, writer).run())
         except* (OSError, asyncio.IncompleteReadError):
             pass  # one side is gone; so shall be the other
         finally:
