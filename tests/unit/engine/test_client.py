@@ -64,6 +64,15 @@ async def until(condition, limit_s=10.0):
         await asyncio.sleep(0.01)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def temporary_folder():
+    """One of this module's own: tests that run beside it start engines too."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 def socket_folders():
     return set(Path(tempfile.gettempdir()).glob("baton-engine-*"))
 
