@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.budget import Budget, add_budget
 from bench.gpu.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from engine.attention.backend import AttentionRows, BatchLimits, DeviceRows, GraphSelectionMode
 from engine.attention.flashinfer_backend import FlashInferBackend
@@ -395,7 +396,9 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="only compile what FlashInfer needs")
     parser.add_argument("--matrix-rate", type=float, default=780e12, help="FLOP/s of a large bfloat16 product")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
+    add_budget(parser)
     arguments = parser.parse_args()
+    budget = Budget(arguments.budget)
     torch.manual_seed(torch.seed() % 2**31)
     if arguments.warm:
         warm()
@@ -412,7 +415,7 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s", flush=True)
     results = []
     for kind, shapes in (("decode", DECODE), ("prefill", PREFILL)):
-        for rows, tokens in shapes if kind in arguments.kinds else []:
+        for rows, tokens in budget.of(shapes if kind in arguments.kinds else [], f"shapes of {kind}"):
             found = measure(kind, rows, tokens, arguments.backends, bandwidth, arguments.matrix_rate)
             results.append(found)
             print(described(found), flush=True)

@@ -27,13 +27,15 @@ from typing import Any
 import torch
 
 from bench.gpu.shapes import SHAPES, products, write_folder
-from bench.gpu.timing import read_bandwidth, seconds_per_call
+from bench.gpu.timing import matrix_rate, read_bandwidth
+from engine.attention.measured_backend import ChosenPart
 from engine.config import EngineConfig
 from engine.core import EngineCore, Wakeup
 from engine.graph_settings import PrefillGraphSettings
 from engine.messages import AddRequest, FrontMessage, RunMode, SamplingParams
 from engine.process import start_core
 from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.decode_graph import DecodeGraph
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
 
@@ -46,12 +48,6 @@ _FIRST_TOKEN_ROUNDS = 30
 
 
 # -- floors ----------------------------------------------------------------------------------------------------
-
-
-def matrix_rate() -> float:
-    """FLOP/s of a bfloat16 product of 8192 x 8192 matrices, random numbers."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / seconds_per_call(lambda i: a @ b, 10)
 
 
 def weights_per_step(shape: str) -> int:
@@ -142,12 +138,13 @@ def decode_case(runner: ModelRunner, rows: int, context: int) -> dict[str, Any]:
     result = runner.execute(batch)
     if result.decode_status != "replayed" or any(row.failure for row in result.rows):
         raise RuntimeError(f"{rows} x {context}: {result.decode_status}, {result.rows[0].failure}")
-    size = result.decode_graph_rows
+    graphs, graph = steps.decode_graphs, steps.decode_graphs.latest
+    assert graph is not None
     device = []
     for _ in range(_STEPS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        steps.decode_graphs.replay(size)
+        graphs.replay(graph)
         end.record()
         end.synchronize()
         device.append(begin.elapsed_time(end))
@@ -168,12 +165,19 @@ def decode_case(runner: ModelRunner, rows: int, context: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "context": context,
-        "graph_rows": size,
+        "graph_rows": result.decode_graph_rows,
+        "attention": attention_of(graph),
         "device_ms": statistics.median(device),
         "device_ms_range": [min(device), max(device)],
         "execute_ms": statistics.median(walls) * 1e3,
         "launch_ms": statistics.median(launches) * 1e3,
     }
+
+
+def attention_of(graph: DecodeGraph) -> str:
+    """Name of the backend that the graph holds, where there was a choice."""
+    part = graph.plan.decode
+    return part.backend.name if isinstance(part, ChosenPart) else ""
 
 
 def kernels_of(title: str, run: Callable[[], object], most: int = 14) -> list[str]:
@@ -206,8 +210,11 @@ def profile_steps(runner: ModelRunner, parts: list[str]) -> None:
     if "decode" in parts and steps.decode_graphs is not None:
         for rows, context in DECODE_CASES:
             batch = decode_batch(rows, context, runner.num_blocks, runner.config.vocab_size)
-            size, graphs = runner.execute(batch).decode_graph_rows, steps.decode_graphs
-            print(*kernels_of(f"decode {rows} x {context}", lambda g=graphs, n=size: g.replay(n)), sep="\n", flush=True)
+            runner.execute(batch)
+            graphs, graph = steps.decode_graphs, steps.decode_graphs.latest
+            print(
+                *kernels_of(f"decode {rows} x {context}", lambda g=graphs, n=graph: g.replay(n)), sep="\n", flush=True
+            )
     if "prefill" in parts:
         tokens = min(8192, runner.limits.max_tokens)
         table = list(range(1, 1 + -(-tokens // BLOCK)))
@@ -368,7 +375,7 @@ def main() -> None:
                 print(
                     f"decode {rows:4} x {context:6}  floor {found['floor_ms']:7.3f}  device {found['device_ms']:7.3f}",
                     f"({found['device_ms'] / found['floor_ms']:.3f})  execute {found['execute_ms']:7.3f}",
-                    f"launch {found['launch_ms']:6.3f} ms",
+                    f"launch {found['launch_ms']:6.3f} ms {found['attention']}",
                     flush=True,
                 )
         if "prefill" in arguments.parts:

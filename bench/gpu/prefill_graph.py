@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.budget import Budget, add_budget
 from bench.gpu.engine_step import first_token, greedy
 from bench.gpu.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
@@ -298,12 +299,12 @@ def fit(engine: Engine, lengths: Sequence[int], repetitions: int, count: int) ->
     return {"milliseconds": measured, "buckets": best, "first_token": first}
 
 
-def gate(engine: Engine, repetitions: int, count: int) -> list[dict[str, Any]]:
+def gate(engine: Engine, repetitions: int, count: int, budget: Budget) -> list[dict[str, Any]]:
     found = []
     for ratio in (0.25, 1.0):
         settings = PrefillGraphSettings(enabled=True, max_padding_ratio=ratio)
         engine.recapture(SPARSE, settings)
-        for tokens in GATE_PROMPTS:
+        for tokens in budget.of(GATE_PROMPTS, f"prompts with a limit of {ratio}"):
             bucket = next(size for size in SPARSE if size >= tokens)
             fits = (bucket - tokens) / bucket <= ratio
             status = "replayed" if fits else "padding_ratio_exceeded"
@@ -325,7 +326,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="batches per arm and repetition")
     parser.add_argument("--profile", nargs="*", type=int, default=(), help="buckets whose kernels are listed")
     parser.add_argument("--save", type=Path, help="JSON file of all figures")
+    add_budget(parser)
     arguments = parser.parse_args()
+    budget = Budget(arguments.budget)
     repetitions, count = arguments.repetitions, arguments.count
     with tempfile.TemporaryDirectory() as parent:
         folder = arguments.model or write_folder(arguments.shape, Path(parent))
@@ -339,31 +342,37 @@ def main() -> None:
         )
         report: dict[str, Any] = {"model": folder.name, "start_seconds": engine.ready.load_seconds}
         try:
+            if "boundary" in arguments.parts:
+                above = ("input_tokens_exceed_capture_limit", "request_capacity_exceeded")
+                cases = [(160, 1, "replayed"), (161, 1, above[0]), (16, 8, "replayed"), (16, 9, above[1])]
+                report["boundary"] = [
+                    compare(engine, tokens, requests, repetitions, count, status)
+                    for tokens, requests, status in budget.of(cases, "cases of the boundary")
+                ]
+            if "replay" in arguments.parts:
+                report["replay"] = [
+                    replay_case(engine, bucket, 30, bucket in arguments.profile)
+                    for bucket in budget.of(DEFAULT_BUCKETS, "buckets")
+                ]
             if "ttft" in arguments.parts:
-                report["ttft"] = [
-                    compare(engine, tokens, requests, repetitions, count)
+                pairs = [
+                    (tokens, requests)
                     for requests in arguments.requests
                     for tokens in arguments.tokens
                     if tokens * requests <= DEFAULT_BUCKETS[-1]
                 ]
-            if "replay" in arguments.parts:
-                report["replay"] = [
-                    replay_case(engine, bucket, 30, bucket in arguments.profile) for bucket in DEFAULT_BUCKETS
+                report["ttft"] = [
+                    compare(engine, tokens, requests, repetitions, count)
+                    for tokens, requests in budget.of(pairs, "first tokens")
                 ]
-            if "boundary" in arguments.parts:
-                above = ("input_tokens_exceed_capture_limit", "request_capacity_exceeded")
-                report["boundary"] = [
-                    compare(engine, 160, 1, repetitions, count),
-                    compare(engine, 161, 1, repetitions, count, above[0]),
-                    compare(engine, 16, 8, repetitions, count),
-                    compare(engine, 16, 9, repetitions, count, above[1]),
-                ]
-            if "cost" in arguments.parts:
-                report["cost"] = cost(engine)
-            if "fit" in arguments.parts:
-                report["fit"] = fit(engine, FITTED, repetitions, count)
-            if "gate" in arguments.parts:
-                report["gate"] = gate(engine, repetitions, count)
+            rest: dict[str, Callable[[], Any]] = {
+                "cost": lambda: cost(engine),
+                "fit": lambda: fit(engine, FITTED, repetitions, count),
+                "gate": lambda: gate(engine, repetitions, count, budget),
+            }
+            asked = [name for name in rest if name in arguments.parts]
+            for name in budget.of(asked, "parts"):
+                report[name] = rest[name]()
         finally:
             engine.close()
     if arguments.save:

@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 
+from bench.gpu.budget import Budget, add_budget
 from bench.gpu.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from engine.messages import SamplingParams
 from engine.sampling import SamplingRow
@@ -208,9 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="also other blocks and programs than the kernels choose")
     parser.add_argument("--save", type=Path, help="write the rows as JSON")
+    add_budget(parser)
     arguments = parser.parse_args()
     rows = []
-    for row in measurements(arguments.tune):
+    for row in Budget(arguments.budget).of(measurements(arguments.tune), "rows"):
         rows.append(row)
         print(f"{row.name:52} {row.shape:14} {row.median_us:9.2f} us {row.gb_per_s:8.0f} GB/s", flush=True)
     if arguments.save is not None:

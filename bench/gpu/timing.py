@@ -58,3 +58,9 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     seconds = seconds_per_call(lambda i: target.copy_(source), 2)
     return 2 * source.numel() * 4 / seconds
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a bfloat16 product of 8192 x 8192 matrices, random numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / seconds_per_call(lambda i: a @ b, 10)

@@ -70,6 +70,7 @@ class DecodeGraphRunner:
         self.memory_bytes = 0
         self._progress = progress
         self._debug_folder = debug_folder
+        self.latest: DecodeGraph | None = None  # that was replayed
         self._graphs: dict[int, list[DecodeGraph]] = {}  # by size: one for each of the backend's plans
         self._released = False
 
@@ -136,6 +137,7 @@ class DecodeGraphRunner:
     def release(self) -> None:
         """Lets go of the graphs and their memory; a second call does nothing, and a replay raises afterwards."""
         self._released = True
+        self.latest = None
         self._graphs.clear()
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -158,6 +160,7 @@ class DecodeGraphRunner:
 
     def replay(self, graph: DecodeGraph) -> None:
         """Enqueues the step that was staged; the first rows of `logits`, and what `greedy` wrote, are its results."""
+        self.latest = graph
         graph.recording.replay()
 
     def run_eager(self, size: int, plan: Any) -> None:

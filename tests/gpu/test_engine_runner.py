@@ -209,8 +209,7 @@ def test_replay_when_compared_with_an_eager_run_of_the_padded_batch_then_is_bitw
     fill(runner, rows)
     with torch.inference_mode():
         inputs = graphs.stage(batch, size)
-        graphs.refresh(inputs, size)
-        graphs.run_eager(size, graphs.plan_of(size))
+        graphs.run_eager(size, graphs.refresh(inputs, size).plan)
     assert torch.equal(steps.logits[:size], replayed)
     for pool, expected in zip(pools(runner), written, strict=True):
         assert torch.equal(pool, expected)
