@@ -254,10 +254,11 @@ class CacheStoreService:
         woken = asyncio.Event()
         entry.notify = woken.set
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, entry.until - self._clock())):
-                    await woken.wait()
-            self._parking.expire()
+            while entry.state is ParkedState.PARKED:  # by the table's clock, whatever that of the event loop says
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, entry.until - self._clock())):
+                        await woken.wait()
+                self._parking.expire()
         finally:
             self._parking.leave(entry)
         if entry.error is not None:

@@ -27,6 +27,7 @@ KEY = key_of(1)
 IDS = [9, 3, 4]
 TOKENS = 3 * LAYOUT.block_size
 STUB_TIMEOUT_S = 10
+FLOOD_TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +481,7 @@ def test_k7_flood_of_invented_keys_is_bounded_and_a_real_request_completes() -> 
     try:
         with grpc.insecure_channel(flood.address) as attacker, grpc.insecure_channel(flood.address, [("x", 1)]) as own:
             calls = [
-                pb_grpc.CacheStoreStub(attacker).Load(load_request(key_of(1000 + i)), timeout=STUB_TIMEOUT_S)
+                pb_grpc.CacheStoreStub(attacker).Load(load_request(key_of(1000 + i)), timeout=FLOOD_TIMEOUT_S)
                 for i in range(300)
             ]
 
@@ -490,13 +491,14 @@ def test_k7_flood_of_invented_keys_is_bounded_and_a_real_request_completes() -> 
 
             thread = threading.Thread(target=collect)
             thread.start()
-            until(lambda: flood.agent.stats().parked == 30, "the flood has its share")
-            call = pb_grpc.CacheStoreStub(own).Load(load_request(KEY), timeout=STUB_TIMEOUT_S)
+            until(lambda: sum(not call.is_active() for call in calls) == 270, "the flood has its share")
+            assert flood.agent.stats().parked == 30
+            call = pb_grpc.CacheStoreStub(own).Load(load_request(KEY), timeout=FLOOD_TIMEOUT_S)
             until(lambda: flood.agent.stats().parked == 31, "the real one is parked beside it")
             flood.stage(KEY, IDS)
             assert list(call)[-1].done.pieces == 9
             now += limits.publish_timeout_s
-            assert done.wait(10)
+            assert done.wait(FLOOD_TIMEOUT_S)
             thread.join(10)
         assert codes.count(ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED) == 270
         assert codes.count(ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT) == 30
