@@ -16,6 +16,7 @@ from router.requests import FinishEvent, FinishReason, PrefillSummary, RouterReq
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
+from router.tools.formats import ToolFormat
 from rpc.errors import BatonError, ErrorCode
 
 _MASK = 2**64 - 1
@@ -48,6 +49,8 @@ class AnswerRequest:
     seed: int | None = None
     drawn_seed: int = 0
     log_content: bool = False
+    tool_format: ToolFormat | None = None  # how calls are written, where the model may make any
+    shown_special_ids: frozenset[int] = frozenset()  # tokens that add text although they are special
 
     @property
     def sequences(self) -> int:
@@ -108,7 +111,7 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, request: AnswerRequest, choice: int) -> None:
         prompt = request.prompt_of(choice)
         sampling = request.template.sampling
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, shown=request.shown_special_ids)
         self._detokenizer.prime(prompt.token_ids)
         self._stops = StopStrings(request.stop) if request.stop else None
         self._min_tokens = sampling.min_tokens

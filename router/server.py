@@ -33,6 +33,7 @@ from router.registry import HealthSettings, WorkerRegistry
 from router.settings import RouterSettings
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from router.tools.formats import FORMATS
 from router.validation import RequestValidator
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
@@ -138,6 +139,7 @@ class RouterServer:
             template,
             self.orchestrator.model,
             grammars=self.grammars,
+            tool_format=FORMATS.get(settings.tool_call_parser),
             log_content=settings.access_log_content,
             seed=settings.seed,
         )

@@ -97,6 +97,9 @@ class RouterSettings(CommonSettings):
     seed: int | None = Field(
         None, ge=0, le=MAX_SEED, description="of the draws for requests that bring no seed; default: another each start"
     )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template has it"
+    )
     grammar_queue_timeout_seconds: float = Field(
         30.0, gt=0, le=3600, description="longest wait of a grammar for a process that checks it"
     )

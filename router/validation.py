@@ -14,11 +14,13 @@ from typing import Any
 
 from router.answer import AnswerRequest, Prompt
 from router.grammar.admission import GrammarAdmission
-from router.grammar.keys import AskedGrammar
+from router.grammar.keys import AskedGrammar, wrong
 from router.open_requests import OpenRequest
 from router.requests import Api, ModelFacts, RouterRequest, Sampling
 from router.text.chat_template import ChatTemplate, missing_template
 from router.text.tokenizer import Tokenizer
+from router.tools.formats import ToolFormat, format_of, tool_grammar
+from router.tools.request import ToolRequest
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import not_offered
 from rpc.input_embeddings import InputEmbedding, check_input_embeddings
@@ -76,6 +78,7 @@ class GenerationParams:
     cache_salt: str = ""
     input_embeddings: Sequence[InputEmbedding] = ()  # of a single prompt
     grammar: AskedGrammar | None = None
+    tools: ToolRequest | None = None  # of messages
     session_id: str = ""
     pin_prefill: str = ""
     pin_decode: str = ""
@@ -203,16 +206,23 @@ class RequestValidator:
         model: Callable[[], ModelFacts],
         *,
         grammars: GrammarAdmission | None = None,
+        tool_format: ToolFormat | None = None,
         log_content: bool = False,
         seed: int | None = None,
     ) -> None:
         """`grammars`: None refuses requests that have one. `seed`: of the seeds drawn for requests that bring none;
-        None draws from the system."""
+        None draws from the system. `tool_format`: None is the chat template's."""
         self.log_content = log_content
         self._grammars = grammars
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self.tokenizer = tokenizer
         self.template = template
+        self.tool_format = tool_format or format_of(template.text if template is not None else "")
+        self._markers = frozenset(
+            token_id
+            for token_id in tokenizer.special_ids
+            if tokenizer.id_to_token(token_id) in self.tool_format.markers
+        )
         self.model = model
 
     @property
@@ -226,7 +236,18 @@ class RequestValidator:
         check_ranges(params, self.vocab_size)
         if params.messages is not None and self.template is None:
             raise missing_template(name)
+        if params.tools is not None:
+            self._hold_to_tools(params, params.tools)
         return name
+
+    def _hold_to_tools(self, params: GenerationParams, tools: ToolRequest) -> None:
+        """The grammar of calls that must be made, beside which there can be no other."""
+        if params.grammar is None:
+            params.grammar = tool_grammar(tools, self.tool_format)
+        elif tools.choice != "auto":
+            raise wrong(
+                "tool_choice", f"tool_choice and {params.grammar.field} each ask for a grammar; give exactly one"
+            )
 
     async def prepare(self, params: GenerationParams, owner: OpenRequest) -> AnswerRequest:
         """The sequences to generate. LONG_PROMPT_ERROR, with both numbers, when prompt and answer do not
@@ -280,6 +301,8 @@ class RequestValidator:
             seed=None if params.seed is None else params.seed % 2**64,
             drawn_seed=self._seeds.getrandbits(64),
             log_content=self.log_content,
+            tool_format=None if params.tools is None else self.tool_format,
+            shown_special_ids=frozenset() if params.tools is None else self._markers,
         )
 
     async def encode(
@@ -293,15 +316,15 @@ class RequestValidator:
             error.param = param
             raise
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt text of a chat; special tokens are in it."""
         if self.template is None:
             raise missing_template(check_model(None, self.model()))
-        return self.template.render(messages)
+        return self.template.render(messages, tools=tools)
 
     async def _prompts(self, params: GenerationParams, facts: ModelFacts) -> list[Prompt]:
         if params.messages is not None:
-            text = self.render(params.messages)
+            text = self.render(params.messages, () if params.tools is None else params.tools.offered)
             ids = await self.encode(text, add_special_tokens=False, max_tokens=facts.max_model_len, param="messages")
             if not ids:
                 raise out_of_range("messages", "no text", "messages that give at least one token")

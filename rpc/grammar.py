@@ -13,6 +13,8 @@ from rpc.xgrammar_library import xgrammar_installed
 GrammarBackend = Literal["auto", "xgrammar", "none"]
 
 MAX_GRAMMAR_BYTES = 1 << 20
+# Between the signs of a JSON text. Without a bound, a model can write spaces until it runs out of tokens.
+MAX_WHITESPACE = 16
 
 
 class GrammarKind(StrEnum):

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpc.errors import BatonError, ErrorCode
-from rpc.grammar import GrammarKind, GrammarSpec
+from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec
 from rpc.json_schema_support import UnsupportedSchema, check_schema
 from rpc.vocabulary import Vocabulary
 from rpc.xgrammar_library import XgrammarUnavailable, load_xgrammar
 
-# Between the signs of a JSON text. Without a bound, a model can write spaces until it runs out of tokens.
-MAX_WHITESPACE = 16
 # "[time] file:line: " before the library's messages.
 _WHERE_IN_LIBRARY = re.compile(r"^(?:\[[0-9:.]+\]\s*)?(?:\S+\.(?:cc|h):\d+:\s*)")
 _POSITION = re.compile(r"line (\d+), column (\d+)|position (\d+)")
@@ -95,7 +93,10 @@ class GrammarCompiler:
         `memory` when there was not enough.
         """
         if spec.kind is GrammarKind.JSON_SCHEMA:
-            _check_json_schema(spec.text)
+            _check(_json(spec), "")
+        elif spec.kind is GrammarKind.STRUCTURAL_TAG:
+            for pointer, schema in _schemas_in(_json(spec)):
+                _check(schema, pointer)
         try:
             return self._compile(spec)
         except MemoryError:
@@ -125,21 +126,41 @@ class GrammarCompiler:
                 return compiler.compile_structural_tag(spec.text)
 
 
-def _check_json_schema(text: str) -> None:
+def _json(spec: GrammarSpec) -> Any:
     try:
-        schema = json.loads(text)
+        return json.loads(spec.text)
     except json.JSONDecodeError as error:
         raise _error(
-            GrammarKind.JSON_SCHEMA,
+            spec.kind,
             f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}",
             {"line": str(error.lineno), "column": str(error.colno)},
         ) from None
     except RecursionError:
-        raise _error(GrammarKind.JSON_SCHEMA, "is nested too deeply", {}) from None
+        raise _error(spec.kind, "is nested too deeply", {}) from None
+
+
+def _check(schema: Any, place: str) -> None:
+    """A JSON schema, which stands at the JSON pointer `place` of a structural tag, or alone."""
     try:
         check_schema(schema)
     except UnsupportedSchema as error:
-        raise _error(GrammarKind.JSON_SCHEMA, f"at {error.pointer}: {error}", {"pointer": error.pointer}) from None
+        pointer = place + error.pointer if place else error.pointer
+        raise _error(GrammarKind.JSON_SCHEMA, f"at {pointer}: {error}", {"pointer": pointer}) from None
+
+
+def _schemas_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """The JSON schemas of a structural tag, by JSON pointer."""
+    waiting = [("", value)]
+    while waiting:
+        at, item = waiting.pop()
+        if isinstance(item, list):
+            waiting += [(f"{at}/{index}", child) for index, child in enumerate(item)]
+        elif isinstance(item, dict):
+            for key, child in item.items():
+                if key == "json_schema":
+                    yield f"{at}/{key}", child
+                else:
+                    waiting.append((f"{at}/{key}", child))
 
 
 def _cleaned(error: Exception) -> str:

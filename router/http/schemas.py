@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from router.grammar.keys import AskedGrammar, read_grammar
 from router.http.body import json_type
+from router.tools.request import check_tool_message, read_tools
 from router.validation import GenerationParams, out_of_range
 from rpc.errors import BatonError, ErrorCode
 
@@ -103,7 +104,7 @@ def _messages(value: Any) -> Any:
             raise WrongType("an object with role and content", message, place)
         if not isinstance(message.get("role"), str):
             raise WrongType("a string", message.get("role"), f"{place}.role")
-        messages.append({**message, "content": _content(message, place)})
+        messages.append({**check_tool_message(message, f"messages{place}"), "content": _content(message, place)})
     return messages
 
 
@@ -314,12 +315,17 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Int = None
     logprobs: Bool = None
     top_logprobs: Int = None
+    # Checked in router/tools/request.py.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
 
     def params(self) -> GenerationParams:
         if self.messages is None:
             raise required("messages")
         params = self._params("chat")
         params.messages = self.messages
+        params.tools = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.max_completion_tokens is not None:
             params.max_tokens, params.max_tokens_field = self.max_completion_tokens, "max_completion_tokens"
         if self.top_logprobs is not None and not self.logprobs:

@@ -68,8 +68,13 @@ class Chunks:
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
         baton: bytes = b"",
+        tool_calls: bytes = b"",
     ) -> bytes:
-        """A content chunk; with `finish_reason` the last one of its choice. `logprobs` and `baton` are JSON."""
+        """A content chunk; with `finish_reason` the last one of its choice. `logprobs`, `baton` and `tool_calls` are
+        JSON."""
+        content = encode(text if text or not tool_calls else None)
+        if tool_calls:
+            content += b',"tool_calls":' + tool_calls
         if finish_reason is None:
             end = b',"finish_reason":null}'
         else:
@@ -78,7 +83,7 @@ class Chunks:
             self._head,
             index,
             self._body,
-            encode(text),
+            content,
             self._logprobs,
             logprobs,
             end,

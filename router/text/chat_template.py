@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.tools.formats import described
 from rpc.errors import BatonError, ErrorCode
 from rpc.vocabulary import read_json
 
@@ -93,7 +94,9 @@ class ChatTemplate:
             self._template = _environment(now).from_string(template)
         except jinja2.TemplateError as error:
             raise BatonError(ErrorCode.INVALID_PARAMS, f"chat template {source}: {error}", param="--model") from None
+        self.text = template
         self._knows_developer = "developer" in template
+        self._knows_tools = "tools" in template
 
     @classmethod
     def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
@@ -116,12 +119,20 @@ class ChatTemplate:
             return None
         return cls(template, source=str(path), special_tokens=special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text, special tokens included; it is to be encoded without adding any.
+
+        A template that knows no tools gets them, and calls, as text of the messages.
 
         Raises INVALID_PARAMS when the template refuses the messages or cannot be used with them.
         """
-        rows = [dict(message) for message in messages]
+        rows = [dict(message) for message in messages] if self._knows_tools else described(messages, tools)
         if not self._knows_developer:
             for row in rows:
                 if row.get("role") == "developer":
@@ -130,7 +141,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=rows,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 **self._special_tokens,
             )

@@ -22,9 +22,12 @@ class Detokenizer:
     sequence drops them by not asking again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """shown: special tokens that add their names to the text all the same."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._rule = tokenizer.rule
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True

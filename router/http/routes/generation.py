@@ -20,6 +20,7 @@ from router.http.logprobs import chat_logprobs, completion_logprobs, echo_logpro
 from router.http.schemas import ChatBody, CompletionBody
 from router.http.services import HttpServices
 from router.http.sse import DONE, Chunks, EventStream, Kind, encode, error_event, usage_object
+from router.http.tool_calls import ToolDeltas, finish_reason, message_of
 from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
 from router.trace_context import trace_context
@@ -180,11 +181,14 @@ class _Generation:
         await send({"type": "http.response.body", "body": body})
 
     def _choice(self, choice: Choice, request: AnswerRequest, params: GenerationParams) -> dict[str, Any]:
-        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        end: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         wants_logprobs = params.logprobs is not None
         if self._kind == "chat":
             logprobs = chat_logprobs(choice.tokens, self._services.tokenizer) if wants_logprobs else None
-            message = {"role": "assistant", "content": choice.text}
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+            if request.tool_format is not None:
+                message, calls = message_of(choice.text, request.tool_format)
+                end["finish_reason"] = finish_reason(choice.finish_reason, calls)
             return {"index": choice.index, "message": message, "logprobs": logprobs, **end}
         shown: dict[str, Any] = {"index": choice.index, "text": choice.text, "logprobs": None, **end}
         prompt_index = choice.index // request.n * request.candidates
@@ -219,6 +223,7 @@ class _Generation:
         begun: set[int] = set()
         open_choices = request.sequences
         reason: FinishReason = "stop"
+        tools = None if request.tool_format is None else ToolDeltas(request.tool_format)
         try:
             async with aclosing(self._events(request)) as events:
                 async for event in events:
@@ -233,17 +238,22 @@ class _Generation:
                     logprobs = b"null"
                     if params.logprobs is not None:
                         logprobs = self._chunk_logprobs(event, request, first)
+                    text, calls, ended = event.text, b"", str(event.finish_reason)
+                    if tools is not None:
+                        text, entries, finished = tools.take(event)
+                        calls, ended = encode(entries) if entries else b"", str(finished)
                     if event.finish_reason is None:
-                        data += chunks.text(event.choice, event.text, usage, logprobs=logprobs)
+                        data += chunks.text(event.choice, text, usage, logprobs=logprobs, tool_calls=calls)
                     else:
                         open_choices -= 1
                         reason = event.finish_reason
                         data += chunks.text(
                             event.choice,
-                            event.text,
+                            text,
                             usage,
                             logprobs=logprobs,
-                            finish_reason=reason,
+                            finish_reason=ended,
+                            tool_calls=calls,
                             stop_reason=event.stop_reason,
                             baton=b"" if open_choices or body.include_usage else encode(self._baton()),
                         )
