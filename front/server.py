@@ -73,7 +73,9 @@ class FrontServer:
     def __init__(self, role: ServedRole, settings: FrontSettings, config: EngineConfig) -> None:
         self.role = role
         self.settings = settings
-        self.metrics = Registry(role.name, colocated=role.allows_local_prefill)
+        self.metrics = Registry.for_process(
+            role.name, colocated=role.allows_local_prefill, counting=not settings.disable_metrics
+        )
         self.engine = EngineLink(EngineClient(config), settings.served_names)
         self.lifecycle = Lifecycle()
         self.access_log = settings.open_access_log(role.name, self.log_dropped)

@@ -62,7 +62,7 @@ class RouterServer:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.created = int(time.time())
-        self.metrics = Registry("router")
+        self.metrics = Registry.for_process("router", counting=not settings.disable_metrics)
         self.metrics.set_build_info(version(), revision())
         self.lifecycle = Lifecycle()
         self.access_log = settings.open_access_log("router", self.log_dropped)

@@ -101,6 +101,11 @@ class Registry:
             PlatformCollector(registry=self._registry)
             GCCollector(registry=self._registry)
 
+    @staticmethod
+    def for_process(role: Role, *, colocated: bool = False, counting: bool = True) -> Registry:
+        """The registry of a process; with `counting` False one that takes everything and books nothing."""
+        return (Registry if counting else _UncountedRegistry)(role, colocated=colocated)
+
     def _make(self, family: Family, labels: tuple[str, ...]) -> _Metric:
         if family.kind == "counter":
             return Counter(family.name, family.help, labels, registry=self._registry)
@@ -272,3 +277,44 @@ class Registry:
     def render(self) -> bytes:
         """The exposition in Prometheus text format (CONTENT_TYPE)."""
         return generate_latest(self._registry)
+
+
+class _UncountedHistogram(Histogram):
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        pass
+
+
+class _UncountedRegistry(Registry):
+    """Declares its families; what they are told goes nowhere."""
+
+    def __init__(self, role: Role, *, colocated: bool = False) -> None:
+        self._nothing = _UncountedHistogram("baton_nothing", "Goes nowhere.", registry=None)
+        super().__init__(role, colocated=colocated)
+
+    def series(self, name: str, labels: Mapping[str, str]) -> _Metric:
+        return self._nothing
+
+    def inc(self, name: str, value: float = 1, **labels: str) -> None:
+        pass
+
+    def dec(self, name: str, value: float = 1, **labels: str) -> None:
+        pass
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        pass
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        pass
+
+    @contextmanager
+    def track(self, name: str, **labels: str) -> Iterator[None]:
+        yield
+
+    def remove(self, name: str, **labels: str) -> None:
+        pass
+
+    def remove_worker(self, worker: str) -> None:
+        pass
+
+    def apply(self, observations: Iterable[ObservationLike]) -> int:
+        return 0

@@ -32,6 +32,9 @@ class CommonSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["json", "text"] = Field("json", description="form of a log line on stderr")
     disable_log_requests: bool = Field(False, description="no access log")
+    disable_metrics: bool = Field(
+        False, description="/metrics names its families and counts nothing: to measure what counting costs"
+    )
     access_log_path: str | None = Field(None, description="file of the access log; default: stderr")
     access_log_content: bool = Field(False, description="write prompts and answers into the access log")
     access_log_arrival: bool = Field(False, description="write a line also when a request arrives")

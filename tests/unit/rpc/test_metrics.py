@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from prometheus_client import Histogram
 
 from rpc.metrics import BUCKETS, FAMILIES, MAX_WORKERS, Registry, Role, families_of
 
@@ -253,3 +254,23 @@ def test_build_info_names_what_runs() -> None:
     decode.set_build_info("1.2", "abc", torch="2.11", cuda="")
     _, samples = exposition(decode)
     assert set(samples["baton_build_info"][0]) == {"role", "version", "revision", "python", "torch", "cuda"}
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_for_process_when_not_counting_then_everything_is_taken_and_only_families_are_shown(role: Role) -> None:
+    registry = Registry.for_process(role, colocated=True, counting=False)
+    registry.set_build_info("1", torch="2", cuda="")
+    registry.inc("baton_rpc_requests_total", method="m", code="NONE_ERROR")
+    registry.observe("baton_rpc_duration_seconds", 1.0, method="m")
+    registry.set("baton_ready", 1)
+    with registry.track("baton_rpc_inflight", method="m"):
+        registry.dec("baton_rpc_inflight", method="m")
+    registry.remove("baton_rpc_inflight", method="m")
+    registry.remove_worker("127.0.0.1:1")
+    found = registry.series("baton_rpc_duration_seconds", {"method": "m"})
+    assert isinstance(found, Histogram)
+    found.observe(1.0)
+    assert registry.apply([]) == 0
+    types, samples = exposition(registry)
+    assert types == exposition(Registry(role, colocated=True))[0]
+    assert not any(label_sets[0] for name, label_sets in samples.items() if name.startswith("baton_"))
