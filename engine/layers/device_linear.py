@@ -1,9 +1,10 @@
-"""Products with weights on a device: cuBLAS, but for the few rows of a small decode batch.
+"""Products with weights on a device: cuBLAS, but where a kernel of our own is measured to be faster.
 
 With few rows a product is bound by reading its weight once, and cuBLAS' kernels for that leave up to a third of the
-memory bandwidth unused. Where the measured table of `kernels/small_gemm_table.py` says that a kernel of our own is
-faster for a shape and number of rows, it is taken; `python -m bench.gpu.gemm` measures. The choice depends on the
-shape alone, so that equal batches give equal numbers.
+memory bandwidth unused; with many, SwiGLU's way through memory between two products costs what one kernel for both
+saves. Where the measured tables of `kernels/small_gemm_table.py` and `kernels/wide_gemm_table.py` say that a kernel of
+our own is faster for a shape and number of rows, it is taken; `python -m bench.gpu.gemm` and `bench.gpu.wide_gemm`
+measure. The choice depends on the shape alone, so that equal batches give equal numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels import small_gemm, small_gemm_table, swiglu
+from kernels import small_gemm, small_gemm_table, swiglu, wide_gemm, wide_gemm_table
 
 
 class DeviceLinear:
@@ -21,15 +22,23 @@ class DeviceLinear:
         self.weight = weight
         self.bias = bias
         self.small = small_gemm_table.configs_for(weight)
+        self.wide = wide_gemm_table.configs_for(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         config = self.small.get(x.shape[0])
         if config is not None:
             return small_gemm.linear(x, self.weight, self.bias, config=config)
+        wide = self.wide.get(x.shape[0])
+        if wide is not None:
+            return wide_gemm.linear(x, self.weight, config=wide)
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """residual += x W^T + b, from the accumulators."""
+        wide = self.wide.get(x.shape[0])
+        if wide is not None and residual.is_contiguous():
+            wide_gemm.add_to(residual, x, self.weight, config=wide)
+            return
         weight = self.weight.t()
         if x.dtype == torch.float32:
             torch.addmm(residual, x, weight, out=residual)
@@ -64,9 +73,13 @@ class DeviceGated:
         """gate_up: [2 * inner, in], the gate's rows first; bias: [2 * inner]."""
         self.gate_up = DeviceLinear(gate_up, bias)
         self.small = small_gemm_table.configs_for(gate_up, gated=True)
+        self.wide = wide_gemm_table.configs_for(gate_up, bias, gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         config = self.small.get(x.shape[0])
         if config is not None:
             return small_gemm.gated(x, self.gate_up.weight, self.gate_up.bias, config=config)
+        wide = self.wide.get(x.shape[0])
+        if wide is not None:
+            return wide_gemm.gated(x, self.gate_up.weight, config=wide)
         return swiglu.swiglu(self.gate_up(x))
