@@ -58,9 +58,8 @@ def _quoted(text: str) -> str:
     for char in text:
         if char in '"\\':
             escaped.append("\\" + char)
-        elif char.isprintable() or char == " ":
+        elif char.isprintable():
             escaped.append(char)
         else:
-            code = ord(char)
-            escaped.append(f"\\x{code:02x}" if code < 0x80 else f"\\U{code:08x}")
+            escaped.append(f"\\U{ord(char):08x}")
     return '"' + "".join(escaped) + '"'

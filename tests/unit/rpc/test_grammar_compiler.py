@@ -1,0 +1,104 @@
+"""Grammars of every kind, compiled with the real library for the tokenizer of a real model folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import GrammarKind, GrammarSpec, choice_grammar
+from rpc.grammar_compiler import GrammarCompiler
+from rpc.vocabulary import Vocabulary
+from tests.unit.engine.tiny_models import tiny_model
+
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+TAG = json.dumps(
+    {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<a>",
+            "content": {"type": "json_schema", "json_schema": True},
+            "end": "</a>",
+        },
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler.load(tiny_model("llama"), cache_bytes=1 << 24)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        ("json_object", "", '{"x": [1, {"y": null}]}', "[1]"),
+        ("json_schema", SCHEMA, '{"a": 3}', '{"b": 3}'),
+        ("json_schema", SCHEMA, '{\n    "a": 3\n}', '{"a": 3, "b": 4}'),
+        ("json_schema", SCHEMA, '{"a":3}', '{"a":' + 17 * " " + "3}"),
+        ("regex", "[a-z]{2}[0-9]+", "ab12", "a1"),
+        ("ebnf", 'root ::= "x" y*\ny ::= [0-9é]', "x1é2", "y"),
+        (
+            "ebnf",
+            choice_grammar(['say "hi"\\', "tab\tand\nline", "Größe 🙂", "\x07"]),
+            "tab\tand\nline",
+            "tab and line",
+        ),
+        ("structural_tag", TAG, '<a>{"b": [2]}</a>', "<a>{</a>"),
+    ],
+)
+def test_compile_when_the_grammar_is_good_then_it_accepts_and_rejects(
+    compiler: GrammarCompiler, kind: str, text: str, good: str, bad: str
+) -> None:
+    grammar = compiler.compile(GrammarSpec(GrammarKind(kind), text))
+    matcher = compiler.library.GrammarMatcher(grammar)
+    assert matcher.accept_string(good) and matcher.is_completed()
+    matcher = compiler.library.GrammarMatcher(grammar)
+    assert not (matcher.accept_string(bad) and matcher.is_completed())
+
+
+@pytest.mark.parametrize("text", ['say "hi"\\', "tab\tand\nline", "Größe 🙂", "\x07", "\U0001f6ff"])
+def test_choice_when_it_has_any_characters_then_it_is_the_only_text(compiler: GrammarCompiler, text: str) -> None:
+    matcher = compiler.library.GrammarMatcher(compiler.compile(GrammarSpec(GrammarKind.EBNF, choice_grammar([text]))))
+    assert matcher.accept_string(text) and matcher.is_completed()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "metadata"),
+    [
+        ("ebnf", 'root ::= "a"\n  | b', {"line": "2", "column": "5"}),
+        ("ebnf", "root := 1", {"line": "1", "column": "6"}),
+        ("regex", "(a", {"position": "3"}),
+        ("regex", "\\p{L}", {"position": "1"}),
+        ("json_schema", '{"type": "object",\n }', {"line": "2", "column": "2"}),
+        ("json_schema", '{"type": "objec"}', {}),
+        ("json_schema", '{"type": "array", "items": {"not": {}}}', {"pointer": "/items/not"}),
+        ("structural_tag", '{"type": "structural_tag"}', {}),
+        ("structural_tag", "{", {"line": "1", "column": "2"}),
+        (
+            "structural_tag",
+            TAG.replace("true", '{"uniqueItems": true}'),
+            {"pointer": "/format/content/json_schema/uniqueItems"},
+        ),
+    ],
+)
+def test_compile_when_the_grammar_is_bad_then_604_with_the_parsers_position(
+    compiler: GrammarCompiler, kind: str, text: str, metadata: dict[str, str]
+) -> None:
+    with pytest.raises(BatonError) as caught:
+        compiler.compile(GrammarSpec(GrammarKind(kind), text))
+    error = caught.value
+    assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
+    assert error.metadata == {"cause": "grammar", **metadata}
+    assert all(position in error.message for position in metadata.values())
+    assert ".cc:" not in error.message and "\n" not in error.message
+
+
+def test_vocabulary_when_read_from_a_folder_then_specials_add_nothing_and_the_rest_its_bytes() -> None:
+    vocabulary = Vocabulary.load(tiny_model("llama"))
+    assert all(vocabulary.pieces[token] == b"" for token in vocabulary.special_ids)
+    assert len(vocabulary.special_ids) == 2
+    single = {piece for piece in vocabulary.pieces if len(piece) == 1}
+    assert single == {bytes([value]) for value in range(256)}
