@@ -25,7 +25,7 @@ def split_address(address: str) -> tuple[str, int]:
         raise ValueError(f"{address!r} must have the form host:port, with a port from 1 to 65535")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"{address!r} must put an IPv6 address in brackets: [host]:port")
-    if any(c.isspace() or c in "/,#?" for c in host):
+    if any(not "!" <= c <= "~" or c in "/,#?" for c in host):
         raise ValueError(f"{address!r} must have the form host:port, without a scheme or path")
     return host, int(port)
 

@@ -288,7 +288,12 @@ class _CallScope:
     async def _fail(self, error: BatonError) -> NoReturn:
         # The handler may have found the id in the message itself.
         request_id = request_id_var.get() or self.request_id
-        await status.abort(self.context, error, request_id=request_id, more=self.trailing())
+        try:
+            await status.abort(self.context, error, request_id=request_id, more=self.trailing())
+        except grpc.aio.InternalError:
+            # The caller has gone while the answer was on its way: there is no call left to end. As a cancelled one gRPC
+            # lets it rest; any other exception it would log as a defect and try to answer once more.
+            raise asyncio.CancelledError from None
 
     def trailing(self) -> tuple[tuple[str, str], ...]:
         """What the caller is told at the end of the call, besides how it ended."""

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from router.http.errors import EXCEPTION_HANDLERS
 from router.http.request_scope import RequestScope
 from router.http.routes.aborts import abort_routes
+from router.http.routes.documents import document_routes
 from router.http.routes.generation import GenerationEndpoint
 from router.http.routes.models import model_routes
 from router.http.routes.workers import worker_routes
@@ -33,6 +34,7 @@ def build_app(services: HttpServices) -> Starlette:
         *model_routes(services),
         *worker_routes(services),
         *abort_routes(services),
+        *document_routes(services),
         *side_routes(
             services.metrics,
             SideCallbacks(ready=not_ready, before_scrape=services.before_scrape, server_info=services.server_info),

@@ -89,3 +89,9 @@ def test_help_when_asked_then_every_flag_has_its_variable_and_default(folder):
 )
 def test_split_address_when_it_is_one_then_both_parts_are_there(address, parts):
     assert split_address(address) == parts
+
+
+@pytest.mark.parametrize("address", ["h", "h:0", "h:65536", "a b:1", "h\x00:1", "höst:1", "http://h:1", "::1:80"])
+def test_split_address_when_it_is_none_then_it_is_refused(address):
+    with pytest.raises(ValueError, match="must"):
+        split_address(address)
