@@ -30,7 +30,7 @@ CASES = int(os.environ.get("BATON_FUZZ_CASES", "300"))
 SEED = int(os.environ.get("BATON_FUZZ_SEED", "1"))
 AT_A_TIME = 8
 LIMIT_S = 10.0
-# A load of a key that does not exist is parked, also a decode server's own; a status is watched until its watcher leaves.
+# A load of a key that does not exist is parked, also a decode server's own; a status is watched for ever.
 PATIENCE_S = 0.15
 
 
@@ -138,24 +138,24 @@ def send(live: Live, method: Method, data: bytes) -> str:
             if method.name == "Prefill/Prefill":
                 _give_back(live, data, prefill_pb2.PrefillResponse.FromString(answer))
     except grpc.RpcError as error:
-        refusal = refusals.of_call(error)
-        if refusal.code == 0:
-            # No details: only the caller's own patience may end a call like that.
-            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not method.ends, (
-                error.code(),
-                error.details(),
-            )
-            return "waiting"
-        code = ErrorCode(refusal.code)
-        if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-            # A decode server that is pointed at the wrong place says what it found there.
-            cause = refusal.metadata.get("cause_code", "")
-            assert code is ErrorCode.LOAD_KV_CACHE_FAILED and cause, refusal
-            assert ErrorCode(int(cause)) not in (ErrorCode.UNKNOWN_ERROR, ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR), (
-                refusal
-            )
-        return code.name
+        return judge(error, method)
     return "ok"
+
+
+def judge(error: grpc.RpcError, method: Method) -> str:
+    """Name of the code of a refusal, once it is one that may be; `waiting` for a call that its caller gave up."""
+    refusal = refusals.of_call(error)
+    if refusal.code == 0:
+        # No details: only the caller's own patience may end a call like that.
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not method.ends, (error.code(), error.details())
+        return "waiting"
+    code = ErrorCode(refusal.code)
+    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        # A decode server that is pointed at the wrong place says what it found there.
+        cause = refusal.metadata.get("cause_code", "")
+        assert code is ErrorCode.LOAD_KV_CACHE_FAILED and cause, refusal
+        assert ErrorCode(int(cause)) not in (ErrorCode.UNKNOWN_ERROR, ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR), refusal
+    return code.name
 
 
 def _give_back(live: Live, data: bytes, response: prefill_pb2.PrefillResponse) -> None:
