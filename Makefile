@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
 TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
 
-.PHONY: setup protos model demo up test test-packages lint bench docs clean
+.PHONY: setup protos model demo up test test-gpu test-packages lint bench docs clean
 
 setup: $(VENV)/.stamp protos
 
@@ -43,6 +43,10 @@ up: model
 test: export PYTHONDONTWRITEBYTECODE :=
 test: model test-packages
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
+
+# What needs a GPU, and kernels on it; docs/cuda_graphs.md has more.
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu tests/unit/kernels -n 8 $(PYTEST_ARGS)
 
 # A failure is no reason not to run the other tests.
 test-packages:

@@ -47,6 +47,28 @@ def step(sampler: DeviceSampler, logits: torch.Tensor, rows: list[SamplingRow]):
     return sampler.collect(sampler.send(len(rows)))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_logprobs_when_summed_over_steps_are_a_gather_of_each_row_alone(on_device: bool) -> None:
+    """The log-probability of an answer, [rows]: also with top_k 1, which takes the likeliest token without a draw."""
+    vocab, steps = 130, 4
+    generator = torch.Generator().manual_seed(8)
+    kinds = [{"top_k": 1}, {"temperature": 0.8, "seed": 5}, {"temperature": 0.0}]
+    rows = [row_of(logprobs=0, **kind) for kind in kinds]
+    sampler = new_sampler(vocab)
+    found, expected = np.zeros(3), np.zeros(3)
+    for number in range(steps):
+        logits = torch.randn(3, vocab, generator=generator) * 3
+        for row in rows:
+            row.token_index = number
+        sampled = step(sampler, logits.clone(), rows) if on_device else sample(logits, rows)
+        assert [token.token_id for token in sampled[::2]] == logits[::2].argmax(dim=1).tolist()
+        chosen = torch.tensor([[token.token_id] for token in sampled])
+        expected += torch.log_softmax(logits.double(), dim=1).gather(1, chosen)[:, 0].numpy()
+        found += [token.logprob.logprob for token in sampled]
+    assert found.shape == (3,)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
 def compare_random_steps(seed: int, steps: int, dtype: torch.dtype = torch.float32) -> None:
     choice = random.Random(seed)
     for _ in range(steps):
