@@ -239,8 +239,10 @@ class CacheStoreAgent:
         wanted: Mapping[str, tuple[int, Sequence[int]]],
         deadline_s: float | None,
         reload: bool = False,
+        traceparent: str = "",
     ) -> None:
         """Pulls blocks into the pool: per group the first block's index in the request and the physical ids here.
+        `traceparent`, W3C, goes with the calls.
 
         Nothing is written into them before what the calling thread has queued to compute is done.
         `deadline_s` is the time the request has left. Exactly one LoadDone or LoadFailed follows; a second `load` of a
@@ -257,7 +259,9 @@ class CacheStoreAgent:
         now = self._clock()
         deadline = math.inf if deadline_s is None else now + deadline_s
         own = {tag: (first, list(ids)) for tag, (first, ids) in wanted.items()}
-        self._post(self._do_load, request_key, source, prompt_tokens, own, deadline, reload, now, self.mark())
+        self._post(
+            self._do_load, request_key, source, prompt_tokens, own, deadline, reload, now, self.mark(), traceparent
+        )
 
     def cancel_load(self, request_key: str, error: BatonError) -> None:
         """Gives up: P may free the KV at once. An open load ends with LoadFailed once nothing can write its blocks.

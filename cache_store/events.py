@@ -39,6 +39,8 @@ class LeaseEnded:
     publish_seconds: float = 0.0
     held_seconds: float = 0.0
     events: Timeline = field(default_factory=list)
+    # Loads that came with a W3C trace context: the context, begin and end in ns of the monotonic clock.
+    load_times: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

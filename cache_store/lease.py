@@ -54,6 +54,7 @@ class Lease:
     cause: ExpiryCause = ""
     error: BatonError | None = None  # what later and open loads end with, once the end is decided
     events: Timeline = field(default_factory=list)
+    load_times: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,8 @@ class LeaseTable:
         lease = reader.lease
         lease.last_load = reader.state
         lease.reader = None
+        if reader.traceparent:
+            lease.load_times.append((reader.traceparent, reader.called_ns, self._clock_ns()))
         if lease.state is LeaseState.ENDING:
             self._finish(lease, lease.outcome, lease.error)
         elif lease.state is LeaseState.COMPUTED and not lease.hold and not (sent and reader.direct):
@@ -458,6 +461,7 @@ class LeaseTable:
                 lease.publish_seconds,
                 held if lease.computed_at is not None else 0.0,
                 lease.events,
+                lease.load_times,
             )
         )
 

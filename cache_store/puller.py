@@ -90,6 +90,7 @@ class _Job:
     reload: bool
     began: float
     after: Ticket | None  # the computation uses the blocks up to this point
+    traceparent: str = ""
     legs: list[_Leg] = field(default_factory=list)
     error: BatonError | None = None
     failed: list[tuple[int, str]] = field(default_factory=list)  # peer rank and code of each failed leg, first first
@@ -165,11 +166,12 @@ class Puller:
         reload: bool,
         began: float,
         after: Ticket | None = None,
+        traceparent: str = "",
     ) -> None:
         if key in self._jobs:
             raise ValueError(f"a load of {key} is open already")
         self.forget(key)
-        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began, after)
+        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began, after, traceparent)
         kept = self._kept.pop(key, None)
         try:
             job.legs = self._plan(job, kept)
@@ -314,9 +316,10 @@ class Puller:
         timeout = None if math.isinf(job.deadline) else max(0.001, job.deadline - self._clock())
         stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{wire.SERVICE}/Load")
         leg.sent = True
-        call = stub(
-            self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=request_metadata(job.key)
-        )
+        metadata = request_metadata(job.key)
+        if job.traceparent:
+            metadata += (("traceparent", job.traceparent),)
+        call = stub(self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=metadata)
         landing = self._landing(job, leg, memory, load, call.cancel)
         try:
             await self._receive(load, call, landing)

@@ -74,6 +74,9 @@ class Reader:
         self.notify: Callable[[], None] = _nothing
         self.last_progress = now
         self.pieces_sent = 0
+        # W3C trace context of the call, and when it came, for the trace of its caller.
+        self.traceparent = ""
+        self.called_ns = 0
         self._chunk_bytes = chunk_bytes
         self._cursors = [[group.first_block] * group.layout.num_layers for group in wanted]
         self.pieces_wanted = sum(group.num_blocks * group.layout.num_layers for group in wanted)

@@ -34,6 +34,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault_async
 from rpc.ids import valid_request_id
 from rpc.logs import request_id_var
+from rpc.server import current_traceparent
 
 STAGE = "publish"
 MAX_NOTICE_BYTES = 1 << 30  # what one event of the transport ipc speaks of
@@ -181,6 +182,7 @@ class CacheStoreService:
 
     async def load(self, data: bytes, context: _Context) -> None:
         """Parks the load if it came first, then streams (docs/protocol.md, section "Load")."""
+        called_ns = time.monotonic_ns()
         request = wire.parse(pb.LoadRequest, data)
         _note_request(request.reference)
         wire.check_load(request)
@@ -188,6 +190,7 @@ class CacheStoreService:
             self._check_engine(request.reference)
             await fault_async("cache_store.load_open", key=request.reference.request_key)
             reader = await self._open(request, context.peer())
+            reader.traceparent, reader.called_ns = current_traceparent(), called_ns
             await self._serve(reader, request, context)
         except BatonError as error:
             error.stage = error.stage or STAGE

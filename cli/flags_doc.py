@@ -66,10 +66,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Drain": ("drain_grace_secs", "drain_timeout_secs"),
     "Logs": (
-        *("log_level", "log_format", "disable_log_requests", "disable_metrics", "access_log_path", "access_log_content"),
-        *("access_log_arrival", "access_log_queue_size", "access_log_batch_size", "access_log_flush_interval_seconds"),
-        *("access_log_max_bytes", "access_log_backups", "access_log_close_timeout_seconds"),
+        *("log_level", "log_format", "disable_metrics", "disable_log_requests", "access_log_path"),
+        *("access_log_content", "access_log_arrival", "access_log_queue_size", "access_log_batch_size"),
+        *("access_log_flush_interval_seconds", "access_log_max_bytes", "access_log_backups"),
+        "access_log_close_timeout_seconds",
     ),
+    "Tracing": ("otlp_traces_endpoint", "tracing_sample_ratio"),
 }
 
 

@@ -75,6 +75,9 @@ class AddRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     deadline_ns: int = 0  # 0: none; passing it ends the request with 603 GENERATE_TIMEOUT
     kv_source: KvSource | None = None  # set if and only if mode is DECODE
     input_embeddings: list[InputEmbedding] = []  # in place of those of prompt tokens
+    # Set when the request is traced: the last output has `stage_times`. Of mode DECODE it is the W3C trace context that
+    # goes with the load of the KV, which a prefill server makes a span of.
+    traceparent: str = ""
     grammar: GrammarSpec | None = None  # the generated tokens keep to it
 
 
@@ -155,7 +158,16 @@ class RequestOutput(msgspec.Struct, omit_defaults=True):
     error: EngineError | None = None
     preemptions: int = 0  # on the last output: times the request lost its blocks and was computed again
     stages: dict[str, float] = {}  # on the last output: seconds per stage of this role
+    stage_times: dict[str, tuple[int, int]] = {}  # with it, if traced: first begin and last end of each, in ns
     events: list[TimelineEvent] = []  # on the last output
+
+
+class LoadTime(msgspec.Struct, frozen=True, array_like=True):
+    """A load of staged KV that this engine served, for the trace of its caller."""
+
+    traceparent: str
+    begin_ns: int
+    end_ns: int
 
 
 class StagedEnd(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -167,6 +179,7 @@ class StagedEnd(msgspec.Struct, frozen=True, omit_defaults=True):
     publish_seconds: float = 0.0
     held_seconds: float = 0.0
     events: list[TimelineEvent] = []
+    load_times: list[LoadTime] = []  # of the loads that came with a trace context
 
 
 class Ledger(msgspec.Struct, frozen=True):

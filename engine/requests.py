@@ -175,7 +175,7 @@ class Request:
         self.graph_status = StickyStatus()  # of the prefill graph, decided by the first step that computes the prompt
         self.prompt_logprobs: list[PromptLogprob] | None = None
         self.events: list[TimelineEvent] = []
-        self.clocks = [StageClock(COMPUTE_STAGES if self.compute_here else LOAD_STAGES, time)]
+        self.clocks = [self._stage_clock(COMPUTE_STAGES if self.compute_here else LOAD_STAGES)]
         self.clocks[0].next_stage()
         self.grammar = grammar
         self.sampling = SamplingRow(self.params, self.given, self.prompt, self.outputs, eos_token_ids, grammar)
@@ -236,17 +236,32 @@ class Request:
         """It is queued to be computed here after all."""
         self.clock.finish_stage()
         self.compute_here = True
-        self.clocks.append(StageClock(COMPUTE_STAGES, self.time))
+        self.clocks.append(self._stage_clock(COMPUTE_STAGES))
         self.clock.next_stage()
 
     def begin_generate(self) -> None:
         """Its prompt was computed here, and it goes on here."""
         self.clock.finish_stage()
-        self.clocks.append(StageClock(GENERATE_STAGES, self.time))
+        self.clocks.append(self._stage_clock(GENERATE_STAGES))
         self.clock.next_stage()
 
     def event(self, name: str) -> None:
         self.events.append(TimelineEvent(name, self.time.now_ns))
+
+    def _stage_clock(self, stages: Sequence[str]) -> StageClock:
+        clock = StageClock(stages, self.time)
+        if self.add.traceparent:
+            clock.keep_intervals()
+        return clock
+
+    def stage_times(self) -> dict[str, tuple[int, int]]:
+        """First begin and last end of each stage that was left, in nanoseconds, of a request that is traced."""
+        times: dict[str, tuple[int, int]] = {}
+        for clock in self.clocks:
+            for stage, (begin, end) in clock.intervals().items():
+                known = times.get(stage)
+                times[stage] = (int(begin * 1e9) if known is None else known[0], int(end * 1e9))
+        return times
 
     def seconds(self) -> dict[str, float]:
         """Seconds per stage that was reached."""

@@ -280,7 +280,8 @@ class AgentTransfer:
         wanted = {
             tag: (held.receiving[0], held.blocks[slice(*held.receiving)]) for tag, held in allocation.groups.items()
         }
-        self.agent.load(request.key, self._source(request), len(request.tokens), wanted, deadline_s, reload)
+        trace = request.add.traceparent
+        self.agent.load(request.key, self._source(request), len(request.tokens), wanted, deadline_s, reload, trace)
 
     def keep_alive(self, request: Request) -> None:
         self.agent.keep_alive(request.key, self._source(request))
@@ -348,6 +349,7 @@ class AgentTransfer:
                         event.publish_seconds,
                         event.held_seconds,
                         event.events,
+                        event.load_times,
                     )
 
     def _wipe(self, request: Request | None) -> None:

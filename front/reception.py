@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import grpc.aio
+import msgspec
 
 from engine.client import RequestStream, error_of
 from engine.messages import AddRequest, KvSource, RequestOutput, RunMode, StagedEnd
@@ -21,6 +22,7 @@ from front.drain import Drain
 from front.engine_link import EngineLink, EngineState
 from front.request import Request, RequestState, Source, Terminal, classify
 from front.request_table import RequestTable
+from front.traces import write_trace
 from front.validation import read_key, read_request
 from protos import common_pb2
 from rpc.deadline import Deadline
@@ -31,6 +33,7 @@ from rpc.metrics import Registry
 from rpc.server import cancel_code, current_call, tell_timeline
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StopCheck, in_stage
 from rpc.status import decode_view
+from rpc.tracing import Tracer
 
 # How long a failed request whose caller waits for the answer is held for the engine's last word on its
 # stages.
@@ -59,6 +62,8 @@ class Reception:
         drain: Callable[[], Drain],
         access_log: Callable[[Mapping[str, object]], None],
         arrival_log: Callable[[Mapping[str, object]], None] | None = None,
+        tracer: Tracer | None = None,
+        address: Callable[[], str] = lambda: "",
         max_rpc_s: float,
         stop_wait_s: float,
     ) -> None:
@@ -70,6 +75,8 @@ class Reception:
         self._drain = drain
         self._access_log = access_log
         self._arrival_log = arrival_log
+        self._tracer = tracer
+        self._address = address
         self._max_rpc_s = max_rpc_s
         self._scopes: dict[str, RequestScope] = {}
 
@@ -79,7 +86,13 @@ class Reception:
         given = context.time_remaining() is not None
         deadline = Deadline.from_context(context, self._max_rpc_s) if given else Deadline.never()
         scope = RequestScope(self, context, mode, deadline, 0.0 if given else self._max_rpc_s)
-        scope.request.private = current_call().private
+        request, call = scope.request, current_call()
+        request.private = call.private
+        if self._tracer is not None:
+            trace = self._tracer.begin(call.traceparent, call.tracestate)
+            if trace.sampled:
+                request.trace = trace
+                request.clock.keep_intervals()
         return scope
 
     def check_open(self) -> None:
@@ -160,6 +173,7 @@ class Reception:
             del self._scopes[request.request_key]
         if held:
             request.enter(RequestState.HELD)
+            request.answered_at = request.state_since
             if self.engine.state is EngineState.DEAD:
                 request.note_staged_end(_lost_with_engine(request))
             if request.staged_end is None:
@@ -185,6 +199,8 @@ class Reception:
             if error.breach:
                 metrics.inc("baton_contract_breaches_total", kind=error.breach)
         self._access_log(self.access_line(request))
+        if request.trace is not None:
+            write_trace(request, self.role, self._address())
         self._drain().request_left()
 
     def access_line(self, request: Request) -> dict[str, object]:
@@ -276,7 +292,17 @@ class RequestScope:
             if source is not None:
                 request.waits_for = ",".join(source.addresses)
             fault("request.admit", role=reception.role, request_key=request.request_key)
-            return self._submit(add)
+            return self._submit(self._traced(add))
+
+    def _traced(self, add: AddRequest) -> AddRequest:
+        """With what the engine needs of a traced request: the context of the call with which its KV will come."""
+        request = self.request
+        if request.trace is None:
+            return add
+        context = request.trace.context
+        if request.mode is RunMode.DECODE:
+            context = request.load_context = context.child()
+        return msgspec.structs.replace(add, traceparent=context.traceparent)
 
     def _submit(self, add: AddRequest) -> RequestStream:
         self._stream = self._reception.engine.client.submit(add)

@@ -15,6 +15,8 @@ from rpc.deadline import Deadline
 from rpc.graph_status import StickyStatus, status_from_wire
 from rpc.stages import FINISH, StageClock
 from rpc.terminal import Source, Terminal, classify
+from rpc.trace_context import TraceContext
+from rpc.tracing import RequestTrace
 
 __all__ = ["Request", "RequestState", "Source", "Terminal", "classify"]
 
@@ -56,6 +58,10 @@ class Request:
         self.attempt = 0
         self.model = ""
         self.private = False  # nothing is logged of it but a failure
+        self.trace: RequestTrace | None = None  # what is recorded of it; None unless it is
+        self.load_context: TraceContext | None = None  # of the span that the load of its KV is
+        self.stage_times: dict[str, tuple[int, int]] = {}  # by the engine, of a traced request
+        self.answered_at: float | None = None  # prefill: its call ended, its KV stays staged
         self.waits_for = ""
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -96,6 +102,7 @@ class Request:
         elif output.loaded:
             self.enter(RequestState.GENERATE)
         self.note_stages(output.stages)
+        self.stage_times.update(output.stage_times)
         self.events.extend(output.events)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason

@@ -79,6 +79,7 @@ class FrontServer:
         self.engine = EngineLink(EngineClient(config), settings.served_names)
         self.lifecycle = Lifecycle()
         self.access_log = settings.open_access_log(role.name, self.log_dropped)
+        self.tracer = settings.open_tracer(role.name)
         self.reception = Reception(
             role=role.name,
             engine=self.engine,
@@ -86,6 +87,8 @@ class FrontServer:
             drain=lambda: self.drain,
             access_log=self._write_access_line,
             arrival_log=self._write_arrival if self.access_log.arrivals else None,
+            tracer=self.tracer,
+            address=self.grpc_address,
             max_rpc_s=settings.max_rpc_timeout_s,
             stop_wait_s=settings.stop_stream_wait_timeout_ms / 1000,
         )
@@ -356,6 +359,8 @@ class FrontServer:
         await self.grpc.stop(FAST_RPC_STOP_S if fast else RPC_STOP_S)
         await self.engine.client.stop(FAST_ENGINE_STOP_S if fast else ENGINE_STOP_S)
         await self.side.stop(0.2)
+        if self.tracer is not None:
+            self.tracer.close(self.lifecycle.time_left(self.settings.drain_timeout_secs))
         self.access_log.close(self.lifecycle.time_left(self.settings.drain_timeout_secs))
         self.lifecycle.uninstall()
 

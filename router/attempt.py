@@ -37,6 +37,7 @@ from router.legs import (
 )
 from router.mailbox import Mailbox
 from router.merge import TokenMerge, breach, to_prompt_logprobs
+from router.pairing import Role
 from router.registry import WorkerRegistry
 from router.requests import FinishReason, PrefillSummary, RouterRequest, Token, TokensEvent
 from router.worker import Worker
@@ -44,8 +45,9 @@ from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import status_from_wire
 from rpc.metrics import Registry as Metrics
-from rpc.timeline import TIMELINE_KEY
 from rpc.server import PRIVATE_KEY
+from rpc.timeline import TIMELINE_KEY
+from rpc.tracing import CallSpan, to_ns
 
 _log = logging.getLogger(__name__)
 
@@ -244,12 +246,14 @@ class Attempt:
     def _input(self, worker: Worker) -> common_pb2.GenerateInput:
         return wire.generate_input(self._request, self.key, self._sampling, self._emitted, worker)
 
-    def _metadata(self) -> RpcMetadata:
+    def _metadata(self, span: CallSpan | None) -> RpcMetadata:
         request = self._request
         metadata: RpcMetadata = (("x-request-id", request.request_id),)
         if request.owner is not None and request.owner.wants_timeline:
             metadata += ((TIMELINE_KEY, "1"),)
-        if request.traceparent:
+        if span is not None:
+            metadata += span.context.metadata()
+        elif request.traceparent:
             metadata += (("traceparent", request.traceparent),)
             if request.tracestate:
                 metadata += (("tracestate", request.tracestate),)
@@ -264,24 +268,30 @@ class Attempt:
         else:
             message.kv_source.CopyFrom(wire.kv_source(self.choice.prefill))
         self._tried_decodes.add(worker)
-        self._decode = DecodeLeg(message, worker, self.key, **self._common())
+        self._decode = DecodeLeg(message, worker, self.key, **self._common("decode", worker))
 
     def _open_prefill(self, worker: Worker) -> None:
         hold_kv = self.choice.decode is not None
         message = prefill_pb2.PrefillRequest(input=self._input(worker), hold_kv=hold_kv)
-        self._prefill = PrefillLeg(message, worker, self.key, **self._common())
+        self._prefill = PrefillLeg(message, worker, self.key, **self._common("prefill", worker))
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self, role: Role, worker: Worker) -> dict[str, Any]:
         """What both legs get."""
         context = self._context
+        owner = self._request.owner
+        span: CallSpan | None = None
+        if owner is not None and owner.trace is not None:
+            attributes = {"baton.request_key": self.key, "server.address": worker.address}
+            span = owner.trace.call(f"router.{role}", to_ns(context.clock()), attributes)
         return {
             "pool": context.pool,
             "tasks": context.tasks,
             "mailbox": self._mailbox,
             "deadline": self._request.deadline,
             "max_rpc_s": context.limits.max_rpc_s,
-            "metadata": self._metadata(),
+            "metadata": self._metadata(span),
             "clock": context.clock,
+            "span": span,
         }
 
     def _abort(self, leg: Leg, code: ErrorCode, source: AbortSource) -> None:

@@ -15,7 +15,6 @@ from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
 from router.grammar.keys import AskedGrammar, grammar_of, wrong
 from router.open_requests import OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
-from router.trace_context import trace_context
 from router.validation import GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id
@@ -66,15 +65,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             stream=streamed,
             deadline=call.deadline,
             private=call.private,
+            traceparent=call.traceparent,
+            tracestate=call.tracestate,
         ) as owner:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             owner.wants_timeline = tell_timeline(owner.seconds)
             with in_stage(owner.clock, owner.stop_check):
                 params = generation_params(request, streamed)
-                metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-                params.traceparent, params.tracestate = trace_context(
-                    metadata.get("traceparent", ""), metadata.get("tracestate", "")
-                )
+                params.traceparent, params.tracestate = owner.traceparent, owner.tracestate
                 owner.model = self._services.validator.check(params)
             with in_stage(owner.clock, owner.stop_check):
                 prepared = await self._services.validator.prepare(params, owner)

@@ -27,6 +27,7 @@ from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import StageClock, enter_stage
 from rpc.status import details_payload, from_rpc_error, parse_status
 from rpc.timeline import read_timeline
+from rpc.tracing import CallSpan, to_ns
 
 AbortSource = Literal["client", "deadline", "peer", "error", "drain"]
 RpcMetadata = tuple[tuple[str, str], ...]
@@ -151,9 +152,11 @@ class Leg:
         max_rpc_s: float | None,
         metadata: RpcMetadata,
         clock: Callable[[], float] = time.monotonic,
+        span: CallSpan | None = None,
     ) -> None:
         self.worker = worker
         self.key = key
+        self._span = span
         self.began = clock()
         self.last_event = self.began
         # The server itself ended it: there is nothing left to abort there.
@@ -239,6 +242,8 @@ class Leg:
         if self.ended:
             return
         self.ended = True
+        if self._span is not None:
+            self._span.finish(to_ns(self._clock()), error="" if error is None else error.code.name)
         self._guard.release()
         breaker = self.worker.breaker
         if error is None:
@@ -257,6 +262,8 @@ class Leg:
                 self._task.cancel()
         if not self.ended:
             self.ended = True
+            if self._span is not None:
+                self._span.finish(to_ns(self._clock()), cancelled=True)
             self._guard.release()
             self.worker.breaker.neutral()
 

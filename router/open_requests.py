@@ -36,6 +36,8 @@ from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock, StopCheck
 from rpc.terminal import Source, Terminal, classify
 from rpc.tombstones import Tombstones
+from rpc.trace_context import trace_context
+from rpc.tracing import RequestTrace, Tracer, to_ns
 
 # validate and tokenize are the surface's, the rest is the orchestrator's.
 _SURFACE_STAGES = 2
@@ -93,6 +95,7 @@ class OpenRequest:
         arrival: float,
         deadline: Deadline,
         private: bool = False,
+        trace: RequestTrace | None = None,
     ) -> None:
         self._table = table
         self.request_id = request_id
@@ -103,7 +106,13 @@ class OpenRequest:
         self.deadline = deadline
         # Nothing is logged of it but a failure.
         self.private = private
+        # What is recorded of it; None unless it is.
+        self.trace = trace
         self.clock = StageClock(ROUTER_STAGES)
+        if trace is not None:
+            self.clock.keep_intervals()
+        # W3C trace context for the servers: the client's, or with tracing what the router made of it.
+        self.traceparent = self.tracestate = ""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.attempts = 0
@@ -249,6 +258,7 @@ class OpenRequests:
         served_names: Callable[[], Sequence[str]],
         access_log: AccessRecord | None = None,
         work: OpenWork | None = None,
+        tracer: Tracer | None = None,
         tombstones: Tombstones | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -257,6 +267,7 @@ class OpenRequests:
         self.request_timeout_s = request_timeout_s
         self._served_names = served_names
         self._access_log = access_log
+        self._tracer = tracer
         self._tombstones = tombstones if tombstones is not None else Tombstones(clock=clock)
         self._open: dict[str, OpenRequest] = {}
         self._refuse: BatonError | None = None
@@ -279,6 +290,8 @@ class OpenRequests:
         arrival: float | None = None,
         deadline: Deadline | None = None,
         private: bool = False,
+        traceparent: str = "",
+        tracestate: str = "",
     ) -> OpenRequest:
         """Opens a client request; its deadline is the earlier of `deadline` and the router's own limit. Of a `private`
         one nothing is logged but a failure.
@@ -290,10 +303,22 @@ class OpenRequests:
         check_request_id(request_id)
         request_id_var.set(request_id)
         arrival = self.clock() if arrival is None else arrival
+        trace = None if self._tracer is None else self._tracer.begin(traceparent, tracestate)
         limit = (deadline or Deadline.never()).earlier(self.request_timeout_s)
         request = OpenRequest(
-            self, request_id, api=api, model=model, stream=stream, arrival=arrival, deadline=limit, private=private
+            self,
+            request_id,
+            api=api,
+            model=model,
+            stream=stream,
+            arrival=arrival,
+            deadline=limit,
+            private=private,
+            trace=trace if trace is not None and trace.sampled else None,
         )
+        request.traceparent, request.tracestate = trace_context(traceparent, tracestate)
+        if trace is not None:
+            request.traceparent, request.tracestate = trace.context.traceparent, trace.context.tracestate
         if self._access_log is not None:
             self._access_log.arrived(request_id=request_id, private=private, api=api, model=model, stream=stream)
         refusal = self._refusal(request_id)
@@ -425,6 +450,32 @@ class OpenRequests:
                 error=error,
                 **self._fields(request, phase),
             )
+        if request.trace is not None:
+            self._finish_trace(request, request.trace)
+
+    def _finish_trace(self, request: OpenRequest, trace: RequestTrace) -> None:
+        """Hands over the spans of the request, of its stages and of its calls to servers."""
+        intervals = request.clock.intervals()
+        trace.add_stages("router", {name: (to_ns(begin), to_ns(end)) for name, (begin, end) in intervals.items()})
+        trace.finish(
+            "router.request",
+            to_ns(request.arrival),
+            to_ns(self.clock()),
+            attributes={
+                "baton.request_id": request.request_id,
+                "baton.api": request.api,
+                "baton.code": (request.error.code if request.error is not None else ErrorCode.NONE_ERROR).name,
+                "baton.path": request.path,
+                "baton.attempts": request.attempts,
+                "baton.stream": request.stream,
+                "gen_ai.request.model": request.model,
+                "gen_ai.response.finish_reasons": request.outcome,
+                "gen_ai.usage.input_tokens": request.prompt_tokens,
+                "gen_ai.usage.output_tokens": request.tokens,
+                "baton.cached_tokens": request.cached_tokens,
+            },
+            error=request.error.code.name if request.error is not None else "",
+        )
 
     def _fields(self, request: OpenRequest, phase: str) -> dict[str, Any]:
         """What the access log says beside id and code."""

@@ -66,6 +66,7 @@ class RouterServer:
         self.metrics.set_build_info(version(), revision())
         self.lifecycle = Lifecycle()
         self.access_log = settings.open_access_log("router", self.log_dropped)
+        self.tracer = settings.open_tracer("router")
         self.pool = ChannelPool(on_evict=self._evicted)
         self.registry = WorkerRegistry(
             self.pool,
@@ -95,6 +96,7 @@ class RouterServer:
             request_timeout_s=settings.request_timeout_secs,
             served_names=lambda: self.orchestrator.model().served_names,
             access_log=self.access_log,
+            tracer=self.tracer,
             work=self.work,
         )
         self.admission = Admission(
@@ -246,6 +248,8 @@ class RouterServer:
         finally:
             await self.pool.close()
             self.tokenizer.close()
+            if self.tracer is not None:
+                self.tracer.close(self.lifecycle.time_left(self.settings.drain_timeout_secs))
             self.access_log.close(self.lifecycle.time_left(self.settings.drain_timeout_secs))
             self.lifecycle.uninstall()
         return self.lifecycle.exit_code

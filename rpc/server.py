@@ -33,6 +33,7 @@ from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.reflection import enable_reflection
 from rpc.timeline import TIMELINE_KEY, asks_for_timeline, timeline_text
+from rpc.trace_context import trace_context
 
 REQUEST_ID_KEY = "x-request-id"
 # What a caller says beside its message: nothing of this request is to be logged but a failure; its trace (W3C).
@@ -328,6 +329,12 @@ def tell_timeline(seconds: Callable[[], Mapping[str, float]]) -> bool:
         return False
     scope.timeline = seconds
     return True
+
+
+def current_traceparent() -> str:
+    """The W3C trace context that the present task's call came with; "" without one."""
+    scope = _scope.get()
+    return "" if scope is None else trace_context(scope.noted.get("traceparent", ""), "")[0]
 
 
 def bind_error(flag: str, host: str, port: int, reason: str) -> SystemExit:

@@ -16,6 +16,8 @@ from rpc.access_log import AccessLog, AccessLogSettings
 from rpc.grammar import GrammarBackend
 from rpc.redaction import hide
 from rpc.settings import Flag, Settings
+from rpc.trace_export import TracingUnavailable, open_tracer
+from rpc.tracing import Tracer
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -58,6 +60,15 @@ class CommonSettings(Settings):
     )
     access_log_close_timeout_seconds: float = Field(
         5.0, ge=0.1, le=60, description="longest wait for the access log at the end of the process"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s:]+(:\d+)?/?$|^https?://\[[0-9a-fA-F:]+\](:\d+)?/?$",
+        description="collector that gets traces, http://HOST:PORT (OTLP over gRPC); needs the extra tracing; "
+        "default: no tracing",
+    )
+    tracing_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share of the requests that are traced, of those that come without a traceparent"
     )
     drain_grace_secs: float = Field(
         5.0,
@@ -115,6 +126,17 @@ class CommonSettings(Settings):
             raise SystemExit(
                 f"{program}: error: --access-log-path {self.access_log_path}: cannot be opened: {reason}"
             ) from None
+
+    def open_tracer(self, role: str) -> Tracer | None:
+        """What records traces; None without a collector. Raises SystemExit with one line if packages are missing."""
+        if self.otlp_traces_endpoint is None:
+            return None
+        program = role if role == "router" else f"{role}_server"
+        service = f"baton-{role}"
+        try:
+            return open_tracer(self.otlp_traces_endpoint, self.tracing_sample_ratio, service=service, role=role)
+        except TracingUnavailable as error:
+            raise SystemExit(f"{program}: error: --otlp-traces-endpoint {error}") from None
 
     @property
     def max_rpc_timeout_s(self) -> float:

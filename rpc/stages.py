@@ -47,6 +47,7 @@ class StageClock:
         self._seconds: dict[str, float] = {}
         self._waits: dict[str, float] = {}
         self._retries: dict[str, int] = {}
+        self._intervals: dict[str, tuple[float, float]] | None = None
 
     @property
     def stage(self) -> str:
@@ -78,9 +79,12 @@ class StageClock:
         """Adds the time since the present stage began to its bucket, once: a second call adds nothing."""
         if self._began is None:
             return
-        elapsed = max(0.0, self._clock() - self._began)
+        now, stage = self._clock(), self.stage
+        if self._intervals is not None:
+            self._intervals[stage] = (self._intervals.get(stage, (self._began,))[0], now)
+        elapsed = max(0.0, now - self._began)
         self._began = None
-        self._seconds[self.stage] = self._seconds.get(self.stage, 0.0) + elapsed
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + elapsed
 
     def restore_stage(self, stage: str | None = None) -> None:
         """Steps back so that `next_stage()` enters `stage` (the present one by default) again.
@@ -118,6 +122,15 @@ class StageClock:
         """Seconds per stage that was reached and left, in stage order; a measured 0 is there, an unreached
         one not."""
         return {name: self._seconds[name] for name in self._names if name in self._seconds}
+
+    def keep_intervals(self) -> None:
+        """From now on remembers when each stage began and ended, for a trace."""
+        self._intervals = {}
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """First begin and last end, on this clock, of each stage that was left since `keep_intervals`; a retried one
+        has the waits between its attempts in it."""
+        return dict(self._intervals or {})
 
     def retry_waits(self) -> dict[str, float]:
         """Seconds slept between attempts, per stage that was retried."""

@@ -20,6 +20,7 @@ from engine.messages import (
     AbortRequest,
     AddRequest,
     FinishReason,
+    LoadTime,
     PrefillInfo,
     RunMode,
     StagedEnd,
@@ -463,6 +464,7 @@ class Scheduler:
         publish_seconds: float,
         held_seconds: float,
         events: Sequence[tuple[str, int]],
+        load_times: Sequence[tuple[str, int, int]] = (),
     ) -> None:
         """Nothing reads the blocks of that allocation any more."""
         request = self.staged.get(key) or self.leaving.get(key) or self.open.get(key)
@@ -473,7 +475,8 @@ class Scheduler:
             self._free(request)
             request.state = RequestState.ENDED
             timeline = [TimelineEvent(name, at_ns) for name, at_ns in events]
-            self.news.staged_end(StagedEnd(key, outcome, cause, publish_seconds, held_seconds, timeline))
+            loads = [LoadTime(*load) for load in load_times]
+            self.news.staged_end(StagedEnd(key, outcome, cause, publish_seconds, held_seconds, timeline, loads))
         elif key in self.leaving:
             self._leave(key)
         else:
@@ -592,6 +595,8 @@ class Scheduler:
             output.finish_reason, output.stop_token_id = reason, stop_token_id
         output.preemptions = request.preemptions
         output.stages = request.seconds()
+        if request.add.traceparent:
+            output.stage_times = request.stage_times()
         output.events = request.events
 
     def _refuse(self, key: str, error: BatonError) -> None:

@@ -23,7 +23,6 @@ from router.http.sse import DONE, Chunks, EventStream, Kind, encode, error_event
 from router.http.tool_calls import ToolDeltas, finish_reason, message_of
 from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
-from router.trace_context import trace_context
 from router.validation import GenerationParams
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import new_request_id, valid_request_id
@@ -69,6 +68,8 @@ class GenerationEndpoint:
             stream=content.get("stream") is True,
             arrival=arrival,
             private=content.get("private_request") is True or says_yes(headers.get(PRIVATE_KEY, "")),
+            traceparent=headers.get("traceparent", ""),
+            tracestate=headers.get("tracestate", ""),
         ) as owner:
             if asks(headers.get(TIMELINE_KEY, "")):
                 owner.wants_timeline = True
@@ -132,7 +133,7 @@ class _Generation:
         params.session_id = get("x-session-id", "")
         params.pin_prefill = get("x-baton-prefill", "")
         params.pin_decode = get("x-baton-decode", "")
-        params.traceparent, params.tracestate = trace_context(get("traceparent", ""), get("tracestate", ""))
+        params.traceparent, params.tracestate = self._owner.traceparent, self._owner.tracestate
 
     def _events(self, request: AnswerRequest) -> AsyncGenerator[TextEvent, None]:
         return answer(request, self._services.serving, self._services.tokenizer)

@@ -32,10 +32,13 @@ def declared(requirements: list[str]) -> set[str]:
 REQUIRED = declared(PROJECT["project"]["dependencies"])
 # What a GPU needs besides; the modules that import it run without it.
 GPU = declared(PROJECT["project"]["optional-dependencies"]["gpu"])
+# What tracing needs besides; the one module that imports it does so when it is asked for.
+TRACING = declared(PROJECT["project"]["optional-dependencies"]["tracing"])
 DISTRIBUTED_AS = {"flashinfer": "flashinfer-python"}  # packages that need not be installed here
 DEV = declared(PROJECT["project"]["optional-dependencies"]["dev"])
 
 
+@cache
 def imported(file: Path) -> set[str]:
     """Dotted names that a file imports, absolute ones only."""
     names: set[str] = set()
@@ -51,7 +54,14 @@ def imported(file: Path) -> set[str]:
 SHARED = {
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
+    "opentelemetry.exporter.otlp.proto.grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry.proto": "opentelemetry-proto",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.trace": "opentelemetry-api",
 }
+
+
+NAMESPACES = {name.partition(".")[0] for name in SHARED}
 
 
 @cache
@@ -69,7 +79,7 @@ def needed(files: list[Path]) -> dict[str, str]:
                 continue
             by_prefix = [d for prefix, d in SHARED.items() if name == prefix or name.startswith(prefix + ".")]
             absent = DISTRIBUTED_AS.get(top, normal(top))
-            owners = set(by_prefix) or (set() if top == "google" else distributions().get(top, {absent}))
+            owners = set(by_prefix) or (set() if top in NAMESPACES else distributions().get(top, {absent}))
             for owner in owners:
                 found.setdefault(owner, str(file.relative_to(ROOT)))
     return found
@@ -81,8 +91,15 @@ def product_files() -> list[Path]:
 
 
 def test_product_when_it_imports_a_package_then_pyproject_declares_it() -> None:
-    missing = {name: file for name, file in needed(product_files()).items() if name not in REQUIRED | GPU}
+    declared_names = REQUIRED | GPU | TRACING
+    missing = {name: file for name, file in needed(product_files()).items() if name not in declared_names}
     assert missing == {}
+
+
+def test_tracing_extra_when_it_declares_a_package_then_one_module_imports_it_and_no_other_does() -> None:
+    place = ROOT / "rpc" / "trace_export.py"
+    assert set(needed([place])) == TRACING
+    assert set(needed([file for file in product_files() if file != place])) & TRACING == set()
 
 
 def test_gpu_extra_when_it_declares_a_package_then_the_product_imports_it() -> None:
@@ -108,8 +125,8 @@ def test_tests_when_they_import_a_package_then_it_is_declared() -> None:
 
 def test_dev_extra_when_it_declares_a_package_then_a_test_or_a_tool_needs_it() -> None:
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / name for name in REFERENCE)]
-    # Kernels are tested in Triton's interpreter
-    unused = DEV - set(needed(files)) - TOOLS - GPU - {name for name in DEV if name.startswith("types-")}
+    # Kernels are tested in Triton's interpreter, traces with all that the extra brings.
+    unused = DEV - set(needed(files)) - TOOLS - GPU - TRACING - {name for name in DEV if name.startswith("types-")}
     assert unused <= {"grpcio-tools"}, "grpcio-tools makes the stubs"
 
 
