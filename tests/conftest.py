@@ -6,7 +6,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,11 +64,26 @@ _turns = pytest.StashKey[Turns]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)
     if BESIDE_OTHERS:
         config.stash[_turns] = Turns(config.rootpath / ".pytest_cache" / "turns")
         config.add_cleanup(config.stash[_turns].close)
     else:
         _keep_temporary_files_together(config)
+
+
+_PID = os.getpid()
+
+
+def _stop(number: int, _: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: what fixtures have started ends with them."""
+    if os.getpid() != _PID:  # a process that a test has forked
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
+    signal.signal(number, lambda *_: None)  # `timeout` sends it twice
+    pytest.exit("told to stop", returncode=128 + number)
 
 
 def _keep_temporary_files_together(config: pytest.Config) -> None:
