@@ -51,10 +51,19 @@ class Network:
     client: GenerationClient
 
     def open(self, number: int, salt: str) -> Generation:
-        return self.client.open(cases()[number][0], TOKENS, timeout_s=LIMIT_S, salt=salt)
+        # The client's own deadline is later than the test's, which shows what hangs.
+        return self.client.open(cases()[number][0], TOKENS, timeout_s=2 * LIMIT_S, salt=salt)
+
+    def wait_end(self, generation: Generation) -> None:
+        try:
+            generation.wait_end(LIMIT_S)
+        except AssertionError as error:
+            processes = (*self.cluster.servers, self.cluster.router)
+            raise AssertionError("\n".join([str(error), *(each.describe() for each in processes)])) from None
 
     def answered(self, number: int, generation: Generation) -> bool:
         """The end of a request has been judged; False when it is one of the errors that the network explains."""
+        self.wait_end(generation)
         try:
             answer = generation.answer(LIMIT_S)
         except BatonError as error:
@@ -67,7 +76,9 @@ class Network:
     def loaded(self, salt: str) -> float:
         """Seconds that the KV of an ordinary request took; it came through the proxy at the first attempt."""
         before = self.proxy.forwarded
-        answer = self.open(0, salt).answer(LIMIT_S)
+        request = self.open(0, salt)
+        self.wait_end(request)
+        answer = request.answer(LIMIT_S)
         assert (answer.token_ids, answer.path, answer.attempts) == (cases()[0][1], "pd", 1)
         assert self.proxy.forwarded - before >= LENGTHS[0] // 16 * 16 * BYTES_PER_TOKEN
         self.cluster.assert_clean_ledgers()
@@ -83,8 +94,10 @@ class Network:
         """Within seconds a request is served through both servers again."""
 
         def served() -> bool:
+            request = self.open(1, f"{salt}-{time.monotonic()}")
+            self.wait_end(request)
             try:
-                answer = self.open(1, f"{salt}-{time.monotonic()}").answer(LIMIT_S)
+                answer = request.answer(LIMIT_S)
             except BatonError as error:
                 if error.code not in TYPED:
                     raise

@@ -41,8 +41,15 @@ def test_pages_name_only_flags_that_exist() -> None:
     pages = (DOCS / "operations.md", DOCS / "architecture.md", README, DEPLOY)
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     own = {flag for action in up_parser()._actions for flag in action.option_strings}
-    # Of `baton status`, `baton bench serve`, Prometheus and `--config`, which is no setting.
+    # Of `baton status`, `baton health`, `baton bench serve`, Docker, Prometheus and `--config`, which is no setting.
     others = {
+        "--live",
+        "--build",
+        "--detach",
+        "--follow",
+        "--profile",
+        "--secret",
+        "--target",
         "--watch",
         "--json",
         "--goodput",
