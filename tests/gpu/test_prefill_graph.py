@@ -1,4 +1,4 @@
-"""Prefill graphs on a GPU: invariants 1, 15 to 18, 21, 23 and 27 of docs/cuda_graphs.md, and that nothing waits."""
+"""Prefill graphs on a GPU: invariants 1, 10, 15 to 18, 21, 23 and 27 of docs/cuda_graphs.md, and that nothing waits."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.unit.engine.prefill_graph.graph_runners import (
     used_blocks,
 )
 from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
+from tests.unit.engine.tiny_models import TINY_MODELS, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = [(24, 32), (64,), (32, 32), (16, 16, 16, 16)]
@@ -292,6 +293,13 @@ def default_buckets() -> GraphRunner:
 def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_what_an_eager_step_gives(bucket):
     for tokens in sorted({1, max(1, bucket - 1), bucket}):
         check_replay(default_buckets(), bucket, tokens, 0.06)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_family_when_its_graphs_are_captured_then_a_replay_is_what_an_eager_step_gives(name):
+    graph = GraphRunner(device="cuda", folder=tiny_model(name), buckets=(4, 33), max_requests=2, blocks=8)
+    for bucket, tokens in ((4, 3), (33, 30), (33, 33)):
+        check_replay(graph, bucket, tokens, 2e-3)  # float32 products may run in TensorFloat-32
 
 
 def test_steps_when_a_thousand_of_eight_requests_run_then_addresses_and_results_stay():

@@ -1,4 +1,4 @@
-"""Invariants 12, 15, 18, 21, 24, 27 and 30 of docs/cuda_graphs.md on the production runner.
+"""Invariants 10, 12, 15, 18, 21, 24, 27 and 30 of docs/cuda_graphs.md on the production runner.
 
 On a host without a GPU the kernels run in Triton's interpreter and a replay is the recorded calls; with one, everything
 is what serves.
@@ -32,6 +32,7 @@ from tests.unit.engine.prefill_graph.graph_runners import (
     sampling_row,
     used_blocks,
 )
+from tests.unit.engine.tiny_models import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(not available, reason="needs Triton")
@@ -311,6 +312,15 @@ def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_
     small, bucket, tokens
 ):
     check_replay(small, bucket, tokens, 1e-4)
+
+
+# -- 10: every class of models ----------------------------------------------------------------------------------
+
+
+def test_family_with_norms_of_heads_when_its_graphs_are_captured_then_a_replay_is_what_an_eager_step_gives():
+    """tests/gpu has all of them."""
+    graph = GraphRunner(device=DEVICE, folder=tiny_model("qwen3"), buckets=(4,), max_requests=1, blocks=2)
+    check_replay(graph, 4, 3, 1e-4)
 
 
 # -- 30: the end ------------------------------------------------------------------------------------------------
