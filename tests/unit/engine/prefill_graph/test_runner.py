@@ -35,6 +35,7 @@ from tests.unit.engine.prefill_graph.graph_runners import (
 from tests.unit.engine.tiny_models import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 2e-3 if DEVICE == "cuda" else 1e-4  # a GPU's float32 products may run in TensorFloat-32
 pytestmark = pytest.mark.skipif(not available, reason="needs Triton")
 
 
@@ -296,7 +297,7 @@ def test_parameters_when_they_change_in_place_then_a_replay_follows():
         after = graph.graphs.logits[:1].clone()
         assert (after - before).norm() > 0.01 * before.norm(), names
         graph.eager(rows)
-        torch.testing.assert_close(after, graph.graphs.logits[:1], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(after, graph.graphs.logits[:1], rtol=1e-3, atol=10 * TOLERANCE)
         before = after
 
 
@@ -311,7 +312,7 @@ def small() -> GraphRunner:
 def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_what_an_eager_step_gives(
     small, bucket, tokens
 ):
-    check_replay(small, bucket, tokens, 1e-4)
+    check_replay(small, bucket, tokens, TOLERANCE)
 
 
 # -- 10: every class of models ----------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_
 def test_family_with_norms_of_heads_when_its_graphs_are_captured_then_a_replay_is_what_an_eager_step_gives():
     """tests/gpu has all of them."""
     graph = GraphRunner(device=DEVICE, folder=tiny_model("qwen3"), buckets=(4,), max_requests=1, blocks=2)
-    check_replay(graph, 4, 3, 1e-4)
+    check_replay(graph, 4, 3, TOLERANCE)
 
 
 # -- 30: the end ------------------------------------------------------------------------------------------------
