@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from prometheus_client import Histogram
 
 from router.requests import Api, FinishReason, Path
 from rpc.deadline import Deadline
@@ -31,7 +30,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id
 from rpc.lifecycle import OpenWork
 from rpc.logs import request_id_var
-from rpc.metrics import Registry
+from rpc.metrics import HistogramSeries, Registry
 from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock, StopCheck
 from rpc.terminal import Source, Terminal, classify
@@ -128,7 +127,7 @@ class OpenRequest:
         self.terminal: Terminal | None = None
         self.was_open = False
         # Looked up once: it is needed with every token.
-        self.gap_series: Histogram | None = None
+        self.gap_series: HistogramSeries | None = None
         self._clock_taken = False
         self._writing: dict[int, _Writing] = {}
         self._stop: BatonError | None = None
@@ -188,6 +187,8 @@ class OpenRequest:
         if self.clock.stage != ROUTER_STAGES[_SURFACE_STAGES - 1]:
             # Opened by a caller that has nothing to validate or to tokenize.
             self.clock = StageClock(_SERVING_STAGES)
+            if self.trace is not None:
+                self.clock.keep_intervals()
         return self.clock
 
     @property
@@ -382,10 +383,9 @@ class OpenRequests:
         if series is None:
             labels = {"model_name": self._model_label(request), "path": request.path or "pd"}
             found = self.metrics.series("baton_inter_token_latency_seconds", labels)
-            assert isinstance(found, Histogram)
+            assert isinstance(found, HistogramSeries)
             series = request.gap_series = found
-        for _ in range(tokens):
-            series.observe(gap_s)
+        series.observe(gap_s, tokens)
 
     def closed(self, request: OpenRequest) -> None:
         if self._open.get(request.request_id) is request:
