@@ -1,0 +1,146 @@
+"""Admission of grammars, with real helper processes: verdicts, bounds, deaths, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from router.grammar.admission import GrammarAdmission, GrammarSettings
+from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import GrammarKind, GrammarSpec
+from rpc.metrics import Registry
+from tests.integration.cluster import process_exists
+from tests.unit.engine.tiny_models import tiny_model
+
+GOOD = GrammarSpec(GrammarKind.REGEX, "[a-c]+x")
+LIMIT_S = 110.0
+# A rule for each of some thousand words: more memory than the least that may be allowed.
+LARGE = GrammarSpec(
+    GrammarKind.EBNF,
+    "root ::= " + " | ".join(f"r{i}" for i in range(20_000)) + "\n"
+    + "\n".join(f'r{i} ::= "a{i}" [a-z]{{1,90}} | "b" r{(i + 1) % 20_000}' for i in range(20_000)),
+)  # fmt: skip
+
+
+def figure(metrics: Registry, name: str) -> float:
+    for family in metrics._registry.collect():
+        for sample in family.samples:
+            if sample.name in (name, f"{name}_count"):
+                return sample.value
+    return 0.0
+
+
+@asynccontextmanager
+async def admitting(**settings: object) -> AsyncIterator[tuple[GrammarAdmission, Registry]]:
+    metrics = Registry("router")
+    options = {"enabled": True, "folder": str(tiny_model("llama")), "helpers": 1, **settings}
+    async with asyncio.timeout(LIMIT_S), GrammarAdmission(GrammarSettings(**options), metrics) as admission:  # type: ignore[arg-type]
+        yield admission, metrics
+
+
+async def refused(admission: GrammarAdmission, spec: GrammarSpec, param: str = "regex") -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        await admission.admit(spec, param)
+    return caught.value
+
+
+async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_deaths_are_told_apart() -> None:
+    """One helper, through everything that can happen to it."""
+    async with admitting(memory_bytes=64 << 20, result_cache=3) as (admission, metrics):
+        [helper] = admission.helpers
+        assert figure(metrics, "baton_grammar_validator_available") == 1
+        await admission.admit(GOOD, "regex")
+        assert figure(metrics, "baton_grammar_compile_seconds") == 1
+        await asyncio.gather(*(admission.admit(GOOD, "regex") for _ in range(5)))
+        assert figure(metrics, "baton_grammar_compile_seconds") == 1  # remembered
+
+        for _ in range(2):
+            error = await refused(admission, GrammarSpec(GrammarKind.REGEX, "(a"), "guided_regex")
+            assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, "guided_regex")
+            assert error.metadata == {"cause": "grammar", "position": "3"} and "position 3" in error.message
+        assert figure(metrics, "baton_grammar_compile_seconds") == 2
+
+        # Equal grammars that come together are one question.
+        spec = GrammarSpec(GrammarKind.REGEX, "b+")
+        await asyncio.gather(*(admission.admit(spec, "regex") for _ in range(10)))
+        assert figure(metrics, "baton_grammar_compile_seconds") == 3
+
+        # A request that leaves stops waiting at once, and those that ask the same do not.
+        pid = helper.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        spec = GrammarSpec(GrammarKind.REGEX, "e+")
+        leaving, staying = (asyncio.create_task(admission.admit(spec, "regex")) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        os.kill(pid, signal.SIGCONT)
+        await staying
+
+        error = await refused(admission, LARGE, "ebnf")
+        assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
+        assert error.metadata["cause"] == "memory" and "--grammar-memory-mb" in error.message
+        assert helper.pid == pid  # it survives that
+
+        # A helper that dies while it compiles fails that request, and is replaced.
+        os.kill(pid, signal.SIGSTOP)
+        asking = asyncio.create_task(refused(admission, GrammarSpec(GrammarKind.REGEX, "c+")))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert admission._jobs and not admission._queue.qsize()  # it is the helper's turn
+        os.kill(pid, signal.SIGKILL)
+        error = await asking
+        assert error.code is ErrorCode.EXECUTION_EXCEPTION and error.metadata["cause"] == "helper_died"
+        await admission.admit(GrammarSpec(GrammarKind.REGEX, "c+"), "regex")
+        assert helper.starts == 2 and helper.pid != pid
+        assert figure(metrics, "baton_grammar_validator_available") == 1
+
+        # One that dies with nothing to do costs nobody a request.
+        pid = helper.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert helper._process is not None
+        await helper._process.wait()
+        await admission.admit(GrammarSpec(GrammarKind.REGEX, "d+"), "regex")
+        assert helper.starts == 3
+        last = helper.pid
+    assert last is not None and not process_exists(last)
+
+
+async def test_admission_when_a_helper_takes_too_long_then_it_is_killed_and_what_waits_behind_it_times_out() -> None:
+    async with admitting(compile_timeout_s=0.5, queue_timeout_s=0.2) as (admission, _):
+        [helper] = admission.helpers
+        pid = helper.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        first = asyncio.create_task(refused(admission, GOOD))
+        second = asyncio.create_task(refused(admission, GrammarSpec(GrammarKind.REGEX, "z")))
+        error = await second
+        assert error.code is ErrorCode.ROUTER_QUEUE_TIMEOUT and "--grammar-queue-timeout-seconds" in error.message
+        error = await first
+        assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT and error.metadata == {"cause": "timeout"}
+        assert time.monotonic() - began < 10 and not process_exists(pid)
+        assert not admission._verdicts  # neither is final
+
+
+async def test_admission_when_it_is_off_then_605_and_no_process() -> None:
+    async with admitting(enabled=False) as (admission, metrics):
+        assert admission.helpers == [] and figure(metrics, "baton_grammar_validator_available") == 0
+        error = await refused(admission, GOOD, "response_format")
+        assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, "response_format")
+
+
+async def test_admission_when_the_folder_cannot_be_read_then_it_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(BatonError) as caught:
+        async with admitting(folder=str(tmp_path)):
+            pass
+    assert "tokenizer.json" in caught.value.message
