@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from prometheus_client import Histogram
+
 
 from router.requests import Api, FinishReason, Path
 from rpc.deadline import Deadline
@@ -30,7 +32,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id
 from rpc.lifecycle import OpenWork
 from rpc.logs import request_id_var
-from rpc.metrics import HistogramSeries, Registry
+from rpc.metrics import Registry
 from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock, StopCheck
 from rpc.terminal import Source, Terminal, classify
@@ -127,7 +129,7 @@ class OpenRequest:
         self.terminal: Terminal | None = None
         self.was_open = False
         # Looked up once: it is needed with every token.
-        self.gap_series: HistogramSeries | None = None
+        self.gap_series: Histogram | None = None
         self._clock_taken = False
         self._writing: dict[int, _Writing] = {}
         self._stop: BatonError | None = None
@@ -383,9 +385,10 @@ class OpenRequests:
         if series is None:
             labels = {"model_name": self._model_label(request), "path": request.path or "pd"}
             found = self.metrics.series("baton_inter_token_latency_seconds", labels)
-            assert isinstance(found, HistogramSeries)
+            assert isinstance(found, Histogram)
             series = request.gap_series = found
-        series.observe(gap_s, tokens)
+        for _ in range(tokens):
+            series.observe(gap_s)
 
     def closed(self, request: OpenRequest) -> None:
         if self._open.get(request.request_id) is request:
