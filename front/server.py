@@ -35,7 +35,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from rpc.errors import BatonError, ErrorCode
 from rpc.http_side import SideCallbacks, SideServer
 from rpc.lifecycle import Lifecycle, settle, watch_loop_lag
-from rpc.logs import setup_logging
+from rpc.logs import log_stats, setup_logging
 from rpc.metrics import Registry
 from rpc.server import GrpcServer, join_address
 from rpc.version import revision, version
@@ -176,6 +176,7 @@ class FrontServer:
             "http": self.http_address(),
             "settings": self.settings.public_dict(),
             "access_log": self.access_log.get_stats(),
+            "log": log_stats(),
         }
         if ready is not None:
             info["engine"] = {

@@ -40,7 +40,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.http_server import HttpServer
 from rpc.http_side import SideCallbacks, SideServer
 from rpc.lifecycle import DRAINING, SERVING, Lifecycle, OpenWork, settle, watch_loop_lag
-from rpc.logs import setup_logging
+from rpc.logs import log_stats, setup_logging
 from rpc.metrics import Registry
 from rpc.server import GrpcServer, join_address
 from rpc.version import revision, version
@@ -199,6 +199,7 @@ class RouterServer:
             "grpc": self.grpc_address(),
             "settings": self.settings.public_dict(),
             "access_log": self.access_log.get_stats(),
+            "log": log_stats(),
             "channels": self.pool.statistics(),
         }
 

@@ -19,7 +19,7 @@ from rpc.log_sinks import Stream
 from rpc.redaction import redact, redact_line
 from rpc.timestamp import timestamp
 
-__all__ = ["Level", "close_logging", "request_id_var", "setup_logging"]
+__all__ = ["Level", "close_logging", "log_stats", "request_id_var", "setup_logging"]
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -80,6 +80,7 @@ def setup_logging(
     rank: int | None = None,
     process: str = "",
     stream: TextIO | None = None,
+    queue_size: int = 100_000,
     on_drop: Callable[[], None] | None = None,
 ) -> AsyncLogHandler:
     """Sends the root logger's records to stderr (or `stream`) in the given form; closes and replaces an earlier
@@ -94,7 +95,12 @@ def setup_logging(
 
     # Whoever reads a log on a terminal sees each line at once.
     handler = AsyncLogHandler(
-        Stream(stream or sys.stderr), wake_every=1, on_drop=on_drop, note_drops=note_drops, name="log"
+        Stream(stream or sys.stderr),
+        queue_size=queue_size,
+        wake_every=1,
+        on_drop=on_drop,
+        note_drops=note_drops,
+        name="log",
     )
     handler.setFormatter(formatter)
     root = logging.getLogger()
@@ -106,6 +112,11 @@ def setup_logging(
     logging.captureWarnings(True)
     _handlers.append(handler)
     return handler
+
+
+def log_stats() -> dict[str, int]:
+    """Counts of the ordinary log, see `AsyncLogHandler.get_stats`; empty before its set-up."""
+    return _handlers[-1].get_stats() if _handlers else {}
 
 
 def close_logging() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from rpc.async_log import AsyncLogHandler
-from rpc.logs import close_logging, request_id_var, setup_logging
+from rpc.logs import close_logging, log_stats, request_id_var, setup_logging
 from rpc.redaction import hide
 
 
@@ -108,15 +108,16 @@ def test_dropped_lines_when_the_log_has_room_again_then_it_says_how_many() -> No
 
     stream = Slow()
     drops: list[int] = []
-    handler = setup_logging("router", stream=stream, on_drop=lambda: drops.append(1))
+    handler = setup_logging("router", stream=stream, queue_size=100, on_drop=lambda: drops.append(1))
     log = logging.getLogger("x")
-    for number in range(100_200):
+    for number in range(300):
         log.info("%d", number)
     gate.set()
     handler.flush()
     stats = handler.get_stats()
     assert stats["dropped"] == len(drops) > 0
-    assert stats["enqueued"] + stats["dropped"] == 100_200
+    assert stats["enqueued"] + stats["dropped"] == 300
+    assert log_stats() == stats
     notes = [json.loads(line) for line in stream.getvalue().splitlines() if "were dropped" in line]
     assert (notes[0]["level"], notes[0]["role"]) == ("warning", "router")
     assert notes[0]["message"].startswith(f"{len(drops)} lines")
