@@ -23,16 +23,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from prometheus_client import Histogram
-
-
+from router.request_figures import RequestFigures
 from router.requests import Api, FinishReason, Path
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id
 from rpc.lifecycle import OpenWork
 from rpc.logs import request_id_var
-from rpc.metrics import Registry
+from rpc.metrics import HistogramSeries, Registry
 from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import ROUTER_STAGES, StageClock, StopCheck
 from rpc.terminal import Source, Terminal, classify
@@ -129,7 +127,7 @@ class OpenRequest:
         self.terminal: Terminal | None = None
         self.was_open = False
         # Looked up once: it is needed with every token.
-        self.gap_series: Histogram | None = None
+        self.gap_series: HistogramSeries | None = None
         self._clock_taken = False
         self._writing: dict[int, _Writing] = {}
         self._stop: BatonError | None = None
@@ -270,6 +268,7 @@ class OpenRequests:
         self.request_timeout_s = request_timeout_s
         self._served_names = served_names
         self._access_log = access_log
+        self._figures = RequestFigures(metrics)
         self._tracer = tracer
         self._tombstones = tombstones if tombstones is not None else Tombstones(clock=clock)
         self._open: dict[str, OpenRequest] = {}
@@ -373,22 +372,14 @@ class OpenRequests:
     # -- accounting
 
     def first_token(self, request: OpenRequest, now: float) -> None:
-        self.metrics.observe(
-            "baton_time_to_first_token_seconds",
-            max(0.0, now - request.arrival),
-            model_name=self._model_label(request),
-            path=request.path or "pd",
-        )
+        labels = (self._model_label(request), request.path or "pd")
+        self._figures.first_token[labels].observe(max(0.0, now - request.arrival))
 
     def later_tokens(self, request: OpenRequest, gap_s: float, tokens: int) -> None:
         series = request.gap_series
         if series is None:
-            labels = {"model_name": self._model_label(request), "path": request.path or "pd"}
-            found = self.metrics.series("baton_inter_token_latency_seconds", labels)
-            assert isinstance(found, Histogram)
-            series = request.gap_series = found
-        for _ in range(tokens):
-            series.observe(gap_s)
+            series = request.gap_series = self._figures.gap[self._model_label(request), request.path or "pd"]
+        series.observe(gap_s, tokens)
 
     def closed(self, request: OpenRequest) -> None:
         if self._open.get(request.request_id) is request:
@@ -402,39 +393,31 @@ class OpenRequests:
         return request.model if request.model in self._served_names() else "other"
 
     def _account(self, request: OpenRequest) -> None:
-        metrics, error = self.metrics, request.error
+        figures, error = self._figures, request.error
         model, api = self._model_label(request), request.api
         outcome = "error" if error is not None else str(request.outcome)
-        stream = str(request.stream).lower()
-        metrics.inc("baton_requests_total", model_name=model, api=api, stream=stream, outcome=outcome)
+        figures.requests[model, api, "true" if request.stream else "false", outcome].inc()
         phase = "mid_stream" if request.tokens else "before_first_token"
         if error is not None:
-            code = error.code.name
-            metrics.inc("baton_request_errors_total", model_name=model, api=api, code=code, phase=phase)
+            figures.errors[model, api, error.code.name, phase].inc()
         ended_by = request.stopped or error
         if ended_by is not None and ended_by.code in _ABORT_SOURCES and request.was_open:
-            metrics.inc("baton_aborts_total", leg="router", source=_ABORT_SOURCES[ended_by.code])
+            figures.aborts["router", _ABORT_SOURCES[ended_by.code]].inc()
         for stage, seconds in request.clock.seconds().items():
-            metrics.observe("baton_stage_seconds", seconds, stage=stage)
+            figures.stages[(stage,)].observe(seconds)
         if request.prompt_tokens and error is None:
-            metrics.observe("baton_request_prompt_tokens", request.prompt_tokens, model_name=model)
-            metrics.observe("baton_request_generation_tokens", request.tokens, model_name=model)
-            metrics.inc("baton_prompt_tokens_total", request.prompt_tokens, model_name=model)
-            metrics.inc("baton_cached_prompt_tokens_total", request.cached_tokens, model_name=model)
+            figures.prompt_lengths[(model,)].observe(request.prompt_tokens)
+            figures.answer_lengths[(model,)].observe(request.tokens)
+            figures.prompt_tokens[(model,)].inc(request.prompt_tokens)
+            figures.cached_tokens[(model,)].inc(request.cached_tokens)
         if request.tokens:
-            metrics.inc("baton_generation_tokens_total", request.tokens, model_name=model)
+            figures.generated_tokens[(model,)].inc(request.tokens)
         if request._writing and error is None and request.path is not None:
             last = max(w.last for w in request._writing.values())
-            e2e_s = last - request.arrival
-            metrics.observe("baton_e2e_request_latency_seconds", e2e_s, model_name=model, path=request.path)
+            figures.answer[model, request.path].observe(last - request.arrival)
             longest = max(request._writing.values(), key=lambda w: w.tokens)
             if longest.tokens > 1:
-                metrics.observe(
-                    "baton_time_per_output_token_seconds",
-                    (longest.last - longest.first) / (longest.tokens - 1),
-                    model_name=model,
-                    path=request.path,
-                )
+                figures.output_token[model, request.path].observe((longest.last - longest.first) / (longest.tokens - 1))
         if error is not None and error.http_status >= 500:
             # Here it ends, so here it is logged; attempts before it were only noted.
             _log.log(

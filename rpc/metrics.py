@@ -12,21 +12,12 @@ import platform
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    GCCollector,
-    Histogram,
-    PlatformCollector,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 
 from rpc.metric_families import BUCKETS, FAMILIES, SECTIONS, Family, Role, families_of
+from rpc.metric_series import CounterSeries, GaugeSeries, HistogramSeries, Series
 
 __all__ = [
     "BUCKETS",
@@ -34,7 +25,10 @@ __all__ = [
     "FAMILIES",
     "MAX_WORKERS",
     "SECTIONS",
+    "CounterSeries",
     "Family",
+    "GaugeSeries",
+    "HistogramSeries",
     "Registry",
     "Role",
     "families_of",
@@ -45,10 +39,6 @@ MAX_WORKERS = 256
 OTHER = "other"
 
 _log = logging.getLogger(__name__)
-# Told apart by `type(…) is`: the library's classes are protocols, whose `isinstance` is slow where it says no.
-_Metric: TypeAlias = Counter | Gauge | Histogram
-
-disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ObservationLike(Protocol):
@@ -61,6 +51,35 @@ class ObservationLike(Protocol):
     def labels(self) -> Mapping[str, str]: ...
     @property
     def value(self) -> float: ...
+
+
+class CounterFamily(dict[tuple[str, ...], CounterSeries]):
+    """Series of a counter by the values of its labels, in the order of `names`; each is found once. For figures that
+    every request books, and of families whose series are never removed."""
+
+    def __init__(self, registry: Registry, name: str, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._registry, self._name, self._names = registry, name, names
+
+    def __missing__(self, values: tuple[str, ...]) -> CounterSeries:
+        found = self._registry.series(self._name, dict(zip(self._names, values, strict=True)))
+        assert isinstance(found, CounterSeries), self._name
+        self[values] = found
+        return found
+
+
+class HistogramFamily(dict[tuple[str, ...], HistogramSeries]):
+    """The same of a histogram."""
+
+    def __init__(self, registry: Registry, name: str, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._registry, self._name, self._names = registry, name, names
+
+    def __missing__(self, values: tuple[str, ...]) -> HistogramSeries:
+        found = self._registry.series(self._name, dict(zip(self._names, values, strict=True)))
+        assert isinstance(found, HistogramSeries), self._name
+        self[values] = found
+        return found
 
 
 class Registry:
@@ -81,37 +100,36 @@ class Registry:
     ) -> None:
         self.role: Role = role
         self.families = families_of(role, colocated=colocated, tensor_parallel=tensor_parallel)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._metrics: dict[str, _Metric] = {}
-        self._labels: dict[str, tuple[str, ...]] = {}
-        self._series: dict[tuple[str, ...], _Metric] = {}
+        self._process = CollectorRegistry(auto_describe=False)  # figures of the process and the interpreter
+        self._labels = {name: family.all_labels(role) for name, family in self.families.items()}
+        # By family, then by the labels' values.
+        self._series: dict[str, dict[tuple[str, ...], Series]] = {name: {} for name in self.families}
         # The same by name and labels as callers give them: a request books some dozens of figures.
-        self._given: dict[tuple[object, ...], _Metric] = {}
+        self._given: dict[tuple[object, ...], Series] = {}
         self._workers: set[str] = set()
         self._complained: set[str] = set()
         self._lock = threading.Lock()
         for name, family in self.families.items():
-            labels = family.all_labels(role)
-            self._labels[name] = labels
-            self._metrics[name] = self._make(family, labels)
-            if family.kind == "gauge" and set(labels) <= {"role"}:
+            if family.kind == "gauge" and set(self._labels[name]) <= {"role"}:
                 self.set(name, 0)
         if process_metrics:
-            ProcessCollector(registry=self._registry)
-            PlatformCollector(registry=self._registry)
-            GCCollector(registry=self._registry)
+            ProcessCollector(registry=self._process)
+            PlatformCollector(registry=self._process)
+            GCCollector(registry=self._process)
 
     @staticmethod
     def for_process(role: Role, *, colocated: bool = False, counting: bool = True) -> Registry:
         """The registry of a process; with `counting` False one that takes everything and books nothing."""
         return (Registry if counting else _UncountedRegistry)(role, colocated=colocated)
 
-    def _make(self, family: Family, labels: tuple[str, ...]) -> _Metric:
+    def _make(self, name: str, values: tuple[str, ...]) -> Series:
+        family = self.families[name]
+        labels = dict(zip(self._labels[name], values, strict=True))
         if family.kind == "counter":
-            return Counter(family.name, family.help, labels, registry=self._registry)
+            return CounterSeries(name, labels)
         if family.kind == "gauge":
-            return Gauge(family.name, family.help, labels, registry=self._registry)
-        return Histogram(family.name, family.help, labels, registry=self._registry, buckets=family.bucket_bounds())
+            return GaugeSeries(name, labels)
+        return HistogramSeries(name, labels, family.bucket_bounds())
 
     def _label_values(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Values in the family's order, with the own role filled in; checked."""
@@ -149,49 +167,52 @@ class Registry:
             self._workers.add(worker)
         return worker
 
-    def series(self, name: str, labels: Mapping[str, str]) -> _Metric:
+    def series(self, name: str, labels: Mapping[str, str]) -> Series:
         """The series of `name` with these labels; made if it does not exist."""
         given: tuple[object, ...] = (name, *labels.items())
         known = self._given.get(given)
         if known is not None:
             return known
         values = self._label_values(name, labels)
-        key = (name, *values)
-        found = self._series.get(key)
-        if found is None:
-            metric = self._metrics[name]
-            found = metric.labels(*values) if values else metric
-            self._series[key] = found
-        # Not those whose label was changed on the way: there is no end to them.
-        if all(value in values for value in labels.values()):
-            self._given[given] = found
+        with self._lock:
+            found = self._series[name].get(values)
+            if found is None:
+                found = self._series[name][values] = self._make(name, values)
+            # Not those whose label was changed on the way: there is no end to them.
+            if all(value in values for value in labels.values()):
+                self._given[given] = found
         return found
+
+    def counters(self, name: str, *labels: str) -> CounterFamily:
+        return CounterFamily(self, name, labels)
+
+    def histograms(self, name: str, *labels: str) -> HistogramFamily:
+        return HistogramFamily(self, name, labels)
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter (>= 0) or a gauge."""
         series = self.series(name, labels)
-        if type(series) is Counter or type(series) is Gauge:
-            series.inc(value)
-        else:
+        if isinstance(series, HistogramSeries):
             raise KeyError(f"{name} is a histogram; use observe()")
+        series.inc(value)
 
     def dec(self, name: str, value: float = 1, **labels: str) -> None:
         series = self.series(name, labels)
-        if type(series) is not Gauge:
+        if not isinstance(series, GaugeSeries):
             raise KeyError(f"{name} is no gauge")
         series.dec(value)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Sets a gauge."""
         series = self.series(name, labels)
-        if type(series) is not Gauge:
+        if not isinstance(series, GaugeSeries):
             raise KeyError(f"{name} is no gauge")
         series.set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Adds a sample to a histogram, in the unit of its name."""
         series = self.series(name, labels)
-        if type(series) is not Histogram:
+        if not isinstance(series, HistogramSeries):
             raise KeyError(f"{name} is no histogram")
         series.observe(value)
 
@@ -199,7 +220,7 @@ class Registry:
     def track(self, name: str, **labels: str) -> Iterator[None]:
         """Counts the `with` body in a gauge of open work, which falls on every exit."""
         series = self.series(name, labels)
-        if type(series) is not Gauge:
+        if not isinstance(series, GaugeSeries):
             raise KeyError(f"{name} is no gauge")
         series.inc()
         try:
@@ -211,20 +232,20 @@ class Registry:
         """Takes a series away (a state that is absent, a server that left). Absent already: nothing
         happens."""
         values = self._label_values(name, labels)
-        if self._series.pop((name, *values), None) is not None and values:
-            self._given.clear()
-            self._metrics[name].remove(*values)
+        with self._lock:
+            # Without labels it has its value from the start and keeps it.
+            if values and self._series[name].pop(values, None) is not None:
+                self._given.clear()
 
     def remove_worker(self, worker: str) -> None:
         """Takes every series of a server away and frees its place among the MAX_WORKERS."""
-        self._given.clear()
-        for key in list(self._series):
-            name, values = key[0], key[1:]
-            labels = self._labels[name]
-            if "worker" in labels and values[labels.index("worker")] == worker:
-                self._series.pop(key, None)
-                self._metrics[name].remove(*values)
         with self._lock:
+            self._given.clear()
+            for name, labels in self._labels.items():
+                if "worker" in labels:
+                    place = labels.index("worker")
+                    kept = {values: one for values, one in self._series[name].items() if values[place] != worker}
+                    self._series[name] = kept
             self._workers.discard(worker)
 
     def apply(self, observations: Iterable[ObservationLike]) -> int:
@@ -237,11 +258,11 @@ class Registry:
         for item in observations:
             try:
                 series = self.series(item.name, item.labels)
-                if type(series) is Counter:
+                if isinstance(series, CounterSeries):
                     series.inc(item.value)
-                elif type(series) is Gauge:
+                elif isinstance(series, GaugeSeries):
                     series.set(item.value)
-                elif type(series) is Histogram:
+                else:
                     series.observe(item.value)
             except (KeyError, ValueError) as error:
                 refused += 1
@@ -261,7 +282,9 @@ class Registry:
             if family is not None:
                 if family.own_role:
                     labels.setdefault("role", self.role)
-                return self._registry.get_sample_value(sample, labels)
+                upper = labels.pop("le", "")
+                found = self._series[name].get(tuple(labels.get(label, "") for label in self._labels[name]))
+                return None if found is None else found.read(sample.removeprefix(name), upper)
         raise KeyError(f"{self.role} has no metric family for the sample {sample}")
 
     def set_build_info(self, version: str, revision: str = "", **labels: str) -> None:
@@ -276,11 +299,23 @@ class Registry:
 
     def render(self) -> bytes:
         """The exposition in Prometheus text format (CONTENT_TYPE)."""
-        return generate_latest(self._registry)
+        parts = []
+        for name, family in self.families.items():
+            parts.append(f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n")
+            with self._lock:
+                series = list(self._series[name].values())
+            for one in series:
+                parts.extend(one.lines())
+        return "".join(parts).encode() + generate_latest(self._process)
 
 
-class _UncountedHistogram(Histogram):
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+class _UncountedHistogram(HistogramSeries):
+    def observe(self, value: float, times: int = 1) -> None:
+        pass
+
+
+class _UncountedCounter(CounterSeries):
+    def inc(self, value: float = 1) -> None:
         pass
 
 
@@ -288,11 +323,12 @@ class _UncountedRegistry(Registry):
     """Declares its families; what they are told goes nowhere."""
 
     def __init__(self, role: Role, *, colocated: bool = False) -> None:
-        self._nothing = _UncountedHistogram("baton_nothing", "Goes nowhere.", registry=None)
+        self._no_histogram = _UncountedHistogram("baton_nothing", {}, ())
+        self._no_counter = _UncountedCounter("baton_nothing_total", {})
         super().__init__(role, colocated=colocated)
 
-    def series(self, name: str, labels: Mapping[str, str]) -> _Metric:
-        return self._nothing
+    def series(self, name: str, labels: Mapping[str, str]) -> Series:
+        return self._no_histogram if self.families[name].kind == "histogram" else self._no_counter
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         pass

@@ -15,7 +15,6 @@ WAITING = {
         "router_index_entries",
         "router_index_bytes",
     ),
-    "structured output": ("grammar_validator_available", "grammar_compile_seconds"),
     "asynchronous decoding": (
         "engine_host_gap_seconds",
         "async_decode_wait_seconds",

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from prometheus_client import Histogram
 
-from rpc.metrics import BUCKETS, FAMILIES, MAX_WORKERS, Registry, Role, families_of
+from rpc.metrics import BUCKETS, FAMILIES, MAX_WORKERS, HistogramSeries, Registry, Role, families_of
 
 ROLES: list[Role] = ["router", "prefill", "decode"]
 
@@ -268,7 +267,7 @@ def test_for_process_when_not_counting_then_everything_is_taken_and_only_familie
     registry.remove("baton_rpc_inflight", method="m")
     registry.remove_worker("127.0.0.1:1")
     found = registry.series("baton_rpc_duration_seconds", {"method": "m"})
-    assert isinstance(found, Histogram)
+    assert isinstance(found, HistogramSeries)
     found.observe(1.0)
     assert registry.apply([]) == 0
     types, samples = exposition(registry)
