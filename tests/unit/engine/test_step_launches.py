@@ -137,8 +137,8 @@ def test_prompts_when_run_then_flags_of_chunks_come_to_the_host_too() -> None:
     assert steps is not None
     sampling = SamplingRow(SamplingParams(max_tokens=9, temperature=0.0), 0, (), [], ())
     rows = [
-        BatchRow("whole", list(range(20)), 0, [1, 2], True, sampling),
-        BatchRow("chunk", list(range(30)), 0, [3, 4], False),
+        BatchRow("whole", list(range(4)), 0, [1], True, sampling),
+        BatchRow("chunk", list(range(3)), 0, [2], False),
     ]
     batch = StepBatch(rows)
     runner.execute(batch)  # computes what the next one only launches: chunks' last tokens are looked up
