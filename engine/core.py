@@ -140,8 +140,8 @@ class EngineCore:
     def step(self) -> bool:
         """Books what happened since the last step, and computes the next batch. False: there was none.
 
-        Fault point `engine.step`, with the kind of the batch: before it runs. Raises EngineUnusable when the model
-        cannot run any more.
+        Fault point `engine.step`, with the kind of the batch and its first request: before it runs. Raises
+        EngineUnusable when the model cannot run any more.
         """
         scheduler = self.scheduler
         self.time.refresh()
@@ -154,13 +154,14 @@ class EngineCore:
             return False
         began = self.time.now
         try:
-            fault("engine.step", kind=plan.kind)
+            fault("engine.step", kind=plan.kind, request_key=plan.rows[0].request_key)
             result = self.runner.execute(plan.batch, self._layer_hook(plan))
         except Exception as error:
             self.time.refresh()
             failure = _step_failure(error)
             code = failure.code.name
-            _log.error(
+            # An error is logged where it ends: at whoever asked for each of these requests.
+            _log.warning(
                 "a step of %d requests failed: %s", len(plan.rows), failure, exc_info=error, extra={"code": code}
             )
             self.transfer.step_failed()
@@ -172,7 +173,7 @@ class EngineCore:
         for row, outcome in zip(plan.rows, result.rows, strict=True):
             if outcome.failure is not None:
                 code = outcome.failure.code.name
-                _log.error("a step failed for %s: %s", row.request_key, outcome.failure, extra={"code": code})
+                _log.warning("a step failed for %s: %s", row.request_key, outcome.failure, extra={"code": code})
         if plan.num_decode < len(plan.rows):
             self._log_graph(plan, result)
         scheduler.book(plan, result)

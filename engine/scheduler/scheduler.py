@@ -40,6 +40,9 @@ from rpc.grammar import not_offered
 from rpc.graph_status import PrefillGraphStatus
 from rpc.status import load_failed
 
+# A load may be ended this long before the deadline of its request.
+DEADLINE_NEAR_S = 0.5
+
 
 def for_readers(error: BatonError) -> BatonError:
     """What a load of the request's KV ends with: a cancelled request is to its readers one that was aborted."""
@@ -448,11 +451,17 @@ class Scheduler:
         if retriable_here:
             self.transfer.cancel_load(request.key, error)
         if action is AfterFailure.FAIL:
-            request.error = load_failed(error)
+            request.error = error if self._out_of_time(request, error) else load_failed(error)
             self._close(request, RequestState.ENDED, None, None)
             return
         request.begin_compute()
         self._queue(request)
+
+    def _out_of_time(self, request: Request, error: BatonError) -> bool:
+        """Whether a load ended because of the request's own deadline: no failure of the load's."""
+        if error.code is not ErrorCode.GENERATE_TIMEOUT or not request.deadline_s:
+            return False
+        return self.time.now >= request.deadline_s - DEADLINE_NEAR_S
 
     def lease_ended(
         self,

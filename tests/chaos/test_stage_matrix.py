@@ -1,0 +1,309 @@
+"""A request that fails, is cancelled, runs out of time or loses its server in any stage of any process: a typed code in
+time, nothing left behind, one error in the logs.
+
+The stages are those of the metrics. A fault point holds the request there, or fails it. `BATON_MATRIX=all` also kills a
+server in each of its stages; without it one cell stands for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from rpc.errors import ErrorCode
+from tests.chaos.cases import ROUTER_FLAGS, wait_workers_ready
+from tests.conformance.refusals import Refusal, of_call
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
+from tests.integration.generation_client import Generation, GenerationClient, request_of
+from tests.unit.engine.tiny_models import tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = list(range(3, 40))
+TOKENS = 6
+HOLD_S = 0.4  # longer than the deadline of a request that is to pass it
+DEADLINE_S = 0.2
+KILL_HOLD_S = 2.0
+LIMIT_S = 5.0
+RAISED = ErrorCode.EXECUTION_EXCEPTION
+LOAD_FAILED = ErrorCode.LOAD_KV_CACHE_FAILED
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`point`: the fault point in the stage, with the label that names the request, and further labels. `seen`: what
+    the client gets for a failure there; None: its answer, which is complete by then."""
+
+    role: str
+    name: str
+    point: str
+    label: str = "request_key"
+    more: str = ""
+    seen: ErrorCode | None = RAISED
+
+    @property
+    def id(self) -> str:
+        return f"{self.role}-{self.name}"
+
+    def fault(self, action: str, kind: str) -> str:
+        return f"{self.point}:{action},{self.label}={self.id}-{kind}*{self.more}"
+
+
+STAGES = (
+    Stage("prefill", "admit", "request.admit", more=",role=prefill"),
+    Stage("prefill", "queue", "engine.stage", more=",stage=queue"),
+    Stage("prefill", "match", "engine.stage", more=",stage=match"),
+    Stage("prefill", "compute", "engine.step", more=",kind=prefill"),
+    Stage("prefill", "sample", "engine.stage", more=",stage=sample"),
+    Stage("prefill", "publish", "cache_store.publish", "key", seen=LOAD_FAILED),
+    Stage("prefill", "held", "cache_store.send_piece", "key", seen=LOAD_FAILED),
+    Stage("decode", "admit", "request.admit", more=",role=decode"),
+    Stage("decode", "prepare", "engine.stage", more=",stage=prepare"),
+    Stage("decode", "allocate", "engine.stage", more=",stage=allocate"),
+    Stage("decode", "load", "cache_store.load_start", "key", seen=LOAD_FAILED),
+    Stage("decode", "wait_to_run", "engine.stage", more=",stage=wait_to_run"),
+    Stage("decode", "generate", "engine.step", more=",kind=decode"),
+)
+
+
+def faults(role: str) -> str:
+    found = []
+    for stage in STAGES:
+        if stage.role == role:
+            once = ",times=1" if stage.point in ("cache_store.send_piece", "cache_store.publish", "engine.step") else ""
+            found.append(stage.fault(f"raise={RAISED.name}", "error"))
+            found += [stage.fault(f"delay={HOLD_S}{once}", kind) for kind in ("cancel", "deadline")]
+            found.append(stage.fault(f"delay={KILL_HOLD_S}", "kill"))
+    found.append(f"engine.step:delay={2 * HOLD_S},kind=prefill,request_key=turn*")
+    return ";".join(found)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(
+        1, 1, model=tiny_model("llama"),
+        prefill_env={"BATON_FAULTS": faults("prefill")}, decode_env={"BATON_FAULTS": faults("decode")},
+        decode_flags=("--kv-load-failure-policy", "fail", "--no-allow-local-prefill"),
+        # A failure is to be seen, not to be made good.
+        router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--migration-limit", "0",
+                      "--cb-failure-threshold", "10000", "--max-concurrent-requests", "2"),
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[GenerationClient]:
+    with GenerationClient(cluster.router.grpc) as found:
+        yield found
+
+
+def server_of(cluster: Cluster, role: str) -> ServerProcess:
+    return cluster.prefill[0] if role == "prefill" else cluster.decode[0]
+
+
+def call_of(client: GenerationClient, request_id: str, timeout_s: float = 15.0) -> grpc.RpcError | None:
+    """How a call ended: its error, or None for a whole answer."""
+    tokens = 0
+    try:
+        for message in client.stub.Generate(
+            request_of(PROMPT, TOKENS, request_id=request_id, salt=request_id), timeout=timeout_s
+        ):
+            tokens += len(message.tokens)
+    except grpc.RpcError as error:
+        return error
+    assert tokens == TOKENS
+    return None
+
+
+def assert_logged(cluster: Cluster, request_id: str, code: int) -> None:
+    """One error about the request in all of the logs, where it ends."""
+    expected = [f"router-0: {ErrorCode(code).name}"]
+    wait_for(f"the error of {request_id} in the log", lambda: error_lines(cluster, request_id) == expected, LIMIT_S)
+
+
+def error_lines(cluster: Cluster, request_id: str) -> list[str]:
+    return [
+        f"{process.name}: {line.get('code')}"
+        for process in (*cluster.servers, cluster.router)
+        for line in process.log_lines()
+        if line.get("level") in ("error", "critical") and line.get("request_id") == request_id
+    ]
+
+
+def assert_nothing_is_left(cluster: Cluster) -> None:
+    """No open request, no block that is held, no gauge above 0."""
+    for server in cluster.servers:
+        wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], LIMIT_S)
+    cluster.assert_clean_ledgers(LIMIT_S)
+
+    def quiet() -> bool:
+        for process in (*cluster.servers, cluster.router):
+            text = process.metrics()
+            for line in text.splitlines():
+                name, _, value = line.rpartition(" ")
+                inflight = name.startswith("baton_rpc_inflight") and "Worker/" not in name and "Health" not in name
+                queued = name.startswith(
+                    ("baton_num_requests_", "baton_kv_leases_active", "baton_router_worker_inflight")
+                )
+                if (inflight or queued or name.startswith("baton_kv_transfer_inflight")) and float(value) != 0:
+                    return False
+        return True
+
+    wait_for("every gauge of open work to be 0", quiet, LIMIT_S)
+
+
+def code_counted(cluster: Cluster, code: ErrorCode) -> float:
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in cluster.router.metrics().splitlines()
+        if line.startswith("baton_request_errors_total{") and f'code="{code.name}"' in line
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
+def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_logged_once(
+    cluster: Cluster, client: GenerationClient, stage: Stage
+) -> None:
+    request_id = f"{stage.id}-error"
+    began = time.monotonic()
+    error = call_of(client, request_id)
+    assert time.monotonic() - began < LIMIT_S
+    assert error is not None
+    refusal: Refusal = of_call(error)
+    assert refusal.code == stage.seen, refusal
+    if stage.seen is LOAD_FAILED:
+        assert refusal.metadata["cause"] == RAISED.name
+    assert refusal.metadata["stage"], refusal
+    assert_nothing_is_left(cluster)
+    record = server_of(cluster, stage.role).finished(request_id)
+    # What fails after the answer of the prefill server is the end of its KV, not of its request.
+    late = stage.name in ("publish", "held")
+    assert record["code"] == (0 if late else stage.seen) or record["code"] == RAISED, record
+    assert_logged(cluster, request_id, refusal.code)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
+def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
+    cluster: Cluster, client: GenerationClient, stage: Stage
+) -> None:
+    request_id = f"{stage.id}-cancel"
+    before = code_counted(cluster, ErrorCode.CANCELLED)
+    generation = Generation(client.stub, request_of(PROMPT, TOKENS, request_id=request_id, salt=request_id), 15.0)
+    wait_for("the request to be open", lambda: cluster.router.page("/load")["inflight"] == 1, LIMIT_S)
+    if stage.name != "admit":  # there the server's front itself stands still
+        wait_for("the request to arrive", lambda: server_of(cluster, stage.role).open_state(request_id), LIMIT_S)
+    generation.cancel()
+    wait_for("the router to let go", lambda: cluster.router.page("/load")["inflight"] == 0, LIMIT_S)
+    assert_nothing_is_left(cluster)
+    assert code_counted(cluster, ErrorCode.CANCELLED) == before + 1
+    for server in cluster.servers:
+        for record in server.requests()["finished"]:
+            if record["request_id"] == request_id:
+                # Its part may have been done by then.
+                assert record["code"] in (0, 8100, 8606), record
+    assert error_lines(cluster, request_id) == []
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
+def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
+    cluster: Cluster, client: GenerationClient, stage: Stage
+) -> None:
+    request_id = f"{stage.id}-deadline"
+    before = code_counted(cluster, ErrorCode.GENERATE_TIMEOUT)
+    began = time.monotonic()
+    error = call_of(client, request_id, DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S + 1.0
+    assert error is not None
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert of_call(error).code in (0, int(ErrorCode.GENERATE_TIMEOUT))  # its own clock may be the first
+    wait_for("the router to let go", lambda: cluster.router.page("/load")["inflight"] == 0, LIMIT_S)
+    assert_nothing_is_left(cluster)
+    assert code_counted(cluster, ErrorCode.GENERATE_TIMEOUT) == before + 1
+    for server in cluster.servers:
+        for record in server.requests()["finished"]:
+            if record["request_id"] == request_id:
+                # Done by then; or told by the router, which was the first to see it.
+                assert record["code"] in (0, 603, 8606), record
+    assert error_lines(cluster, request_id) == []
+
+
+@pytest.mark.parametrize("kind", ["cancel", "deadline", "full"])
+def test_queue_of_the_router_when_a_request_ends_there_then_no_server_has_heard_of_it(
+    cluster: Cluster, client: GenerationClient, kind: str
+) -> None:
+    # Two turns, both taken by requests that a prefill server computes for a while.
+    holders = [
+        Generation(client.stub, request_of(PROMPT, TOKENS, request_id=f"turn-{kind}-{n}", salt=f"{kind}{n}"), 15.0)
+        for n in range(2)
+    ]
+    wait_for("both turns to be taken", lambda: cluster.router.page("/load")["inflight"] == 2, LIMIT_S)
+    request_id = f"router-queue-{kind}"
+    waiting = Generation(
+        client.stub, request_of(PROMPT, TOKENS, request_id=request_id), DEADLINE_S if kind == "deadline" else 15.0
+    )
+    wait_for("it to wait", lambda: cluster.router.page("/load")["inflight"] == 3 or waiting._ended, LIMIT_S)
+    if kind == "cancel":
+        waiting.cancel()
+        wait_for("it to be gone", lambda: cluster.router.page("/load")["inflight"] == 2, LIMIT_S)
+    elif kind == "deadline":
+        wait_for("its end", lambda: waiting._ended, LIMIT_S)
+        # Its own clock, without details, or the router's.
+        assert waiting.error is None or waiting.error.code is ErrorCode.GENERATE_TIMEOUT
+        assert waiting.token_ids == []
+    else:
+        assert len(waiting.answer().token_ids) == TOKENS
+    for holder in holders:
+        assert len(holder.answer().token_ids) == TOKENS
+    if kind != "full":
+        for server in cluster.servers:
+            assert request_id not in [record["request_id"] for record in server.requests()["finished"]]
+    assert_nothing_is_left(cluster)
+    assert error_lines(cluster, request_id) == []
+
+
+KILLS = STAGES if os.environ.get("BATON_MATRIX") == "all" else [s for s in STAGES if s.id == "decode-load"]
+
+
+@pytest.mark.parametrize("stage", KILLS, ids=lambda stage: stage.id)
+def test_kill_when_a_server_dies_in_a_stage_then_a_typed_code_comes_soon_and_the_other_lets_go(
+    cluster: Cluster, client: GenerationClient, stage: Stage
+) -> None:
+    request_id = f"{stage.id}-kill"
+    victim = server_of(cluster, stage.role)
+    found: list[grpc.RpcError | None] = []
+    caller = threading.Thread(target=lambda: found.append(call_of(client, request_id)))
+    caller.start()
+    if stage.name == "admit":
+        wait_for("the request to be open", lambda: cluster.router.page("/load")["inflight"] == 1, LIMIT_S)
+    else:
+        wait_for("the request to arrive", lambda: victim.open_state(request_id), LIMIT_S)
+    victim.kill()
+    began = time.monotonic()
+    caller.join(LIMIT_S)
+    assert not caller.is_alive(), "the client still waits"
+    assert time.monotonic() - began < LIMIT_S
+    (error,) = found
+    if error is not None:  # a prefill server may have done its part
+        refusal = of_call(error)
+        assert refusal.code not in (0, int(ErrorCode.UNKNOWN_ERROR)), refusal
+        assert_logged(cluster, request_id, refusal.code)
+    else:
+        assert stage.role == "prefill"
+    cluster.restart(victim)
+    wait_workers_ready(cluster)
+    assert_nothing_is_left(cluster)
+    assert call_of(client, f"after-{request_id}") is None
+
+
+def test_matrix_when_all_of_it_is_done_then_the_cluster_serves_and_no_error_is_without_a_code(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    assert call_of(client, "at-the-end") is None
+    assert_nothing_is_left(cluster)
+    assert cluster.errors_without_code() == []
