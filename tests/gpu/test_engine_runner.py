@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.gpu.shapes import write_folder
+from engine.attention.table import Measurement, Table
 from engine.loader.checkpoint import DummyCheckpoint
 from engine.messages import SamplingParams
 from engine.runner.batch import BatchRow, StepBatch
@@ -315,6 +316,35 @@ def test_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_e
     buffers = steps.inputs.buffers
     tensors = [getattr(buffers, name) for name in buffers.__dataclass_fields__] + [steps.logits, steps.sampler.tokens]
     assert addresses == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_graphs_when_each_backend_wins_for_some_lengths_then_a_step_replays_the_one_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    shapes = {16: {"triton": 1.0, "flashinfer": 9.0}, 256: {"triton": 90.0, "flashinfer": 1.0}}
+    table = Table("", tuple(Measurement("decode", 128, 4, 4, tokens, us) for tokens, us in shapes.items()))
+    monkeypatch.setattr("engine.attention.table.table_for", lambda name, capability: table)
+    options: dict[str, Any] = {"load_format": "dummy", "block_size": 64}
+    runner = new_runner(small_folder(), "bfloat16", "auto", **options)
+    eager = new_runner(small_folder(), "bfloat16", "triton", **options)
+    captured = runner.capture_decode_graphs((4,))
+    assert captured is not None
+    assert (captured.count, runner.attention_backend) == (2, "triton+flashinfer")
+    steps = runner.device_steps
+    assert steps is not None
+    assert steps.decode_graphs is not None
+    assert eager.device_steps is not None
+    for start, name in ((1, "triton"), (300, "flashinfer"), (2, "triton"), (200, "flashinfer")):
+        batch = decode_batch(runner, 3, start=start, seed=start)
+        for each in (runner, eager):
+            fill(each, start)
+            each.execute(batch)
+        graph = steps.decode_graphs.latest
+        assert graph is not None
+        assert graph.plan.decode.backend.name == name
+        found, expected = steps.logits[:3], eager.device_steps.logits[:3]
+        assert (found - expected).norm() < 0.05 * expected.norm(), name
 
 
 def test_batch_when_it_exceeds_the_largest_graph_then_runs_eagerly_and_says_so() -> None:
