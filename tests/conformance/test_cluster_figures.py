@@ -428,7 +428,9 @@ def test_requests_page_when_all_have_ended_then_it_has_the_record_of_each(live: 
 
 def access_lines(process: ServerProcess, request_id: str, count: int) -> list[dict[str, Any]]:
     """The request's lines in the access log of the process, once there are `count`; they are written a little later."""
-    found = [line for line in process.log_lines() if (line.get("log"), line["request_id"]) == ("access", request_id)]
+    found = [
+        line for line in process.log_lines() if (line.get("log"), line.get("request_id")) == ("access", request_id)
+    ]
     return found if len(found) >= count else []
 
 
