@@ -210,7 +210,7 @@ def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, Engine
             bytes_per_block=runner.kv_bytes_per_block(),
             max_model_len=model.max_model_len,
             spare_blocks=spare,
-            graphs=len(sizes) + len(prefill_graphs.buckets),
+            graphs=len(sizes) * runner.backend.most_graph_plans + len(prefill_graphs.buckets),
         )
     else:
         num_blocks = kv_blocks(

@@ -87,6 +87,7 @@ class AttentionBackend(ABC):
 
     name: str
     capabilities: Capabilities
+    most_graph_plans: int = 1  # that `graph_plans` gives
 
     @abstractmethod
     def bind(self, pool: torch.Tensor) -> Any:

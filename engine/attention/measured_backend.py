@@ -34,6 +34,7 @@ class MeasuredBackend(DeviceBackend):
         prefill_graph=True,
         device_rows=True,
     )
+    most_graph_plans = 2
 
     def __init__(self, triton: DeviceBackend, flashinfer: DeviceBackend, table: Table, heads: Heads) -> None:
         self.triton, self.flashinfer, self.table, self.heads = triton, flashinfer, table, heads
