@@ -83,11 +83,14 @@ class GrammarAdmission:
         metrics.set("baton_grammar_validator_available", 0)
 
     async def __aenter__(self) -> Self:
-        """Returns when a helper is ready; raises BatonError when the first one cannot be."""
+        """Returns when a helper is ready. Raises SystemExit with one line, naming the flag, if the first cannot be."""
         if not self.helpers:
             return self
         first, *others = self.helpers
-        await first.start()
+        try:
+            await first.start()
+        except BatonError as error:
+            raise SystemExit(f"router: error: {error.message}") from None
         self._count(1)
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._tasks = [group.create_task(self._serve(helper)) for helper in (first, *others)]

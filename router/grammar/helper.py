@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -100,13 +101,17 @@ def _send(out: BinaryIO, message: object) -> None:
 
 
 def _compiler(config: HelperConfig) -> tuple[Any, str]:
-    """The compiler, or why there is none. A programming error shows as one."""
+    """The compiler, or why there is none. A programming error is told as one: the library is there, and wrong."""
     from rpc.grammar_compiler import GrammarCompiler
 
     try:
         return GrammarCompiler.load(Path(config.folder), cache_bytes=config.cache_bytes), ""
     except BatonError as error:
         return None, error.message
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno}"
+        return None, f"--grammar-backend: a programming error at {where}: {type(error).__name__}: {error}"
 
 
 def _judge(compiler: Any, spec: GrammarSpec, memory_bytes: int) -> Verdict:

@@ -140,7 +140,6 @@ async def test_admission_when_it_is_off_then_605_and_no_process() -> None:
 
 
 async def test_admission_when_the_folder_cannot_be_read_then_it_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(BatonError) as caught:
+    with pytest.raises(SystemExit, match=r"router: error: .* has no tokenizer\.json"):
         async with admitting(folder=str(tmp_path)):
             pass
-    assert "tokenizer.json" in caught.value.message

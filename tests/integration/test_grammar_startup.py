@@ -1,0 +1,77 @@
+"""Structured output fails closed: a process that is to offer it and cannot does not start, and says why in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.cluster import ROUTER_FLAGS, SERVER_FLAGS, Cluster
+from tests.unit.engine.tiny_models import tiny_model
+
+LIMIT_S = 100.0
+DAMAGED = 'raise ImportError("libxgrammar_bindings.so: wrong ELF class")\n'
+
+
+def start(module: str, flags: tuple[str, ...], backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A process with the package of `folder` in front of the installed one, until it ends."""
+    command = [sys.executable, "-m", module, "--model", str(tiny_model("llama")), *flags, "--grammar-backend", backend]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def package(folder: Path, source: str) -> Path:
+    (folder / "xgrammar").mkdir()
+    (folder / "xgrammar" / "__init__.py").write_text(source)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "backend"), [("router", ROUTER_FLAGS, "xgrammar"), ("decode_server", SERVER_FLAGS, "auto")]
+)
+def test_start_when_the_library_is_damaged_then_fails_with_one_line_that_names_the_flag(
+    module: str, flags: tuple[str, ...], backend: str, tmp_path: Path
+) -> None:
+    done = start(module, flags, backend, package(tmp_path, DAMAGED))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "--grammar-backend: xgrammar cannot be used (ImportError: libxgrammar_bindings.so: wrong ELF class)" in last
+    assert "Traceback" not in done.stderr and '"event": "ready"' not in done.stdout
+
+
+def test_start_when_the_library_has_a_programming_error_then_it_is_told_as_one(tmp_path: Path) -> None:
+    done = start("router", ROUTER_FLAGS, "xgrammar", package(tmp_path, "undefined_name\n"))
+    assert done.returncode == 1
+    [line] = done.stderr.strip().splitlines()
+    assert "a programming error" in line and "NameError: name 'undefined_name' is not defined" in line
+
+
+def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_alike(tmp_path: Path) -> None:
+    """Off, the library is not even looked at: this one is damaged. A server that is off refuses by itself."""
+    off = {"PYTHONPATH": str(package(tmp_path, DAMAGED))}
+    none, on = ("--grammar-backend", "none"), ("--grammar-backend", "xgrammar")
+    with (
+        Cluster(
+            1, 1, model=tiny_model("llama"),
+            prefill_flags=none, decode_flags=none, router_flags=none, env=off, start_limit_s=LIMIT_S,
+        ) as cluster,
+        httpx.Client(timeout=LIMIT_S) as client,
+    ):  # fmt: skip
+        body = {"prompt": "x", "regex": "a+", "max_tokens": 4}
+        assert cluster.router.metric("baton_grammar_validator_available") == 0
+        assert cluster.decode[0].metric("baton_grammar_validator_available") == 0
+        servers = [flag for server in cluster.servers for flag in (f"--{server.role}", server.grpc)]
+        routers = {"off": cluster.router}
+        with Cluster(0, 0, model=tiny_model("llama"), router=False) as beside:
+            routers["on"] = beside.start_router([*servers, *on])
+            for name, router in routers.items():
+                response = client.post(f"http://{router.http}/v1/completions", json=body)
+                error = response.json()["error"]
+                assert (response.status_code, error["baton_code"]) == (400, 605), (name, error)
+                assert "--grammar-backend" in error["message"]
+                assert client.post(f"http://{router.http}/v1/completions", json={"prompt": "x"}).status_code == 200
+        cluster.assert_clean_ledgers()
