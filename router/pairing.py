@@ -73,7 +73,7 @@ class WorkerFacts:
         if absent or role is None:
             raise BatonError(
                 ErrorCode.UNKNOWN_ERROR,
-                "a server describes itself incompletely",
+                f"the server does not say: {', '.join(absent)}",
                 metadata={"contract_breach": "absent_field", "absent": ", ".join(absent)},
             )
         return cls(

@@ -9,6 +9,7 @@ and the five-digit ones are Baton's own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -365,6 +366,18 @@ def _rebuild(
     retry_after_s: float | None,
 ) -> BatonError:
     return BatonError(code, message, stage=stage, param=param, metadata=metadata, retry_after_s=retry_after_s)
+
+
+_ADDRESS = re.compile(
+    r"\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?"  # [v6]:port
+    r"|(?<![\w.])\d{1,3}(\.\d{1,3}){3}(:\d{1,5})?(?![\w.]*\d)"  # v4:port
+    r"|(?<![\w.-])(localhost|[A-Za-z0-9][\w-]*(\.[\w-]+)+):\d{2,5}(?!\d)"  # host.domain:port
+)
+
+
+def without_addresses(text: str) -> str:
+    """`text` without the addresses in it: they are for logs and metadata, not for clients."""
+    return _ADDRESS.sub("a server", text)
 
 
 def http_error_body(error: BatonError) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from rpc.errors import TABLE, BatonError, ErrorCode, clean_text
+from rpc.errors import TABLE, BatonError, ErrorCode, clean_text, without_addresses
 
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -175,6 +175,10 @@ def from_rpc_error(
     metadata_of = getattr(exc, "trailing_metadata", None)
     error = parse_status(details_payload(metadata_of() if callable(metadata_of) else None))
     if error is not None:
+        message = without_addresses(error.message)
+        if message != error.message:
+            error.with_context(remote_message=error.message)
+            error.message = message
         return decode_view(error) if leg == "decode" else error
     code, message = _fallback(status_code, leg, deadline_passed, was_ready, loaded, silent)
     details_of = getattr(exc, "details", None)

@@ -81,6 +81,16 @@ def prefill_result(request: common_pb2.GenerateInput) -> common_pb2.PrefillResul
     return result
 
 
+class RawFailure(Exception):
+    """A call that ends with this status and these bytes in place of details, as no server of ours ends one."""
+
+    def __init__(self, code: grpc.StatusCode, payload: bytes | None, text: str = "") -> None:
+        self.code = code
+        self.text = text
+        self.trailing = () if payload is None else ((status.DETAILS_KEY, payload),)
+        super().__init__(code)
+
+
 class ScriptedServer:
     """One server. `at[point]` is run when a request gets there; it may wait, or raise BatonError.
 
@@ -184,7 +194,9 @@ class ScriptedServer:
             allows_local_prefill=False,
         )
         for name, value in self.info_changes.items():
-            if isinstance(value, list):
+            if value is None:
+                info.ClearField(name)
+            elif isinstance(value, list):
                 del getattr(info, name)[:]
                 getattr(info, name).extend(value)
             else:
@@ -299,6 +311,9 @@ class _PrefillService(prefill_pb2_grpc.PrefillServicer):
         except BatonError as error:
             server.staged.discard(key)
             await status.abort(context, error)
+        except RawFailure as failure:
+            server.staged.discard(key)
+            await context.abort(failure.code, failure.text, failure.trailing)
         except asyncio.CancelledError:
             server.staged.discard(key)
             raise
@@ -339,6 +354,8 @@ class _DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield event
         except BatonError as error:
             await status.abort(context, error)
+        except RawFailure as failure:
+            await context.abort(failure.code, failure.text, failure.trailing)
         finally:
             server.open.discard(key)
             await asyncio.shield(server.notify())

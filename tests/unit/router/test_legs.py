@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+import grpc.aio
 import pytest
 
 from protos import decode_pb2, prefill_pb2
@@ -178,3 +180,28 @@ async def test_aborts_when_the_pool_is_closed_then_nothing_is_raised():
 )
 def test_abort_source_when_a_request_ends_then_it_names_who_asked(code, source):
     assert abort_source(BatonError(code)) == source
+
+
+async def test_channel_when_a_call_with_details_meets_a_broken_connection_then_it_is_replaced_and_the_code_kept():
+    async with running_cluster(0, 1, local=True) as cluster:
+        server = cluster.servers[0]
+        server.at["start"] = fails(ErrorCode.OUTPUT_QUEUE_FULL)
+        leg, mailbox = start_leg(cluster, server)
+        evictions = cluster.pool.statistics()["evictions"]
+        # Details alone say nothing against the connection.
+        error = (await read(mailbox))[1]
+        assert error.code is ErrorCode.OUTPUT_QUEUE_FULL
+        assert cluster.pool.statistics()["evictions"] == evictions
+        leg.end(error)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await leg._call.read()
+        channel = cluster.pool.get(server.address)
+        await server.stop()
+        async with asyncio.timeout(10):
+            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                await channel.wait_for_state_change(state)
+        # The same failure once more, now that the connection is gone.
+        typed = leg._typed(caught.value)
+        assert typed.code is ErrorCode.OUTPUT_QUEUE_FULL
+        assert cluster.pool.get(server.address) is not channel
+        assert cluster.pool.statistics()["evictions"] > evictions

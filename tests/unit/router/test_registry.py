@@ -293,4 +293,4 @@ async def test_add_when_the_server_describes_itself_incompletely_then_it_is_not_
         await cluster.until(lambda: cluster.metrics.value("baton_contract_breaches_total", kind="absent_field"))
         [worker] = cluster.registry.workers()
         assert (worker.state, worker.facts) == ("unhealthy", None)
-        assert worker.reasons == ("a server describes itself incompletely",)
+        assert worker.reasons == ("the server does not say: model_fingerprint",)

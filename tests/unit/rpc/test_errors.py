@@ -17,6 +17,7 @@ from rpc.errors import (
     http_error_body,
     http_error_headers,
     openai_type,
+    without_addresses,
 )
 
 CODES = [code for code in ErrorCode if code is not ErrorCode.NONE_ERROR]
@@ -138,6 +139,20 @@ def test_http_error_has_the_documented_form(code: ErrorCode) -> None:
 def test_retry_after_is_whole_seconds_of_at_least_one(seconds: float | None, header: str) -> None:
     error = BatonError(ErrorCode.SERVER_DRAINING, retry_after_s=seconds)
     assert http_error_headers(error)["Retry-After"] == header
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("no answer from 10.0.0.1:50051 in time", "no answer from a server in time"),
+        ("at [fe80::1]:80, 127.0.0.1", "at a server, a server"),
+        ("ask db-1.internal.example:8443 or localhost:99", "ask a server or a server"),
+        ("max_tokens must be in [1, 2147483647], got 0", "max_tokens must be in [1, 2147483647], got 0"),
+        ("must be in [0, 2], got 2.5; version 1.2.3 at 12:30", "must be in [0, 2], got 2.5; version 1.2.3 at 12:30"),
+    ],
+)  # fmt: skip
+def test_addresses_when_a_message_is_for_a_client_then_it_has_none(text: str, clean: str) -> None:
+    assert without_addresses(text) == clean
 
 
 def test_error_survives_pickling() -> None:
