@@ -90,9 +90,9 @@ def random_logits(choice: random.Random, rows: int, vocab: int) -> torch.Tensor:
 
 
 def unmask_bad_rows(rows: Sequence[SamplingRow], logits: torch.Tensor) -> None:
-    """Takes the grammar from rows whose logits hold NaN: if it masks that, the row has a token, and the order of its
-    log-probabilities is nobody's promise."""
-    for row, bad in zip(rows, logits.isnan().any(dim=1).tolist(), strict=True):
+    """Takes the grammar from rows whose logits hold NaN or infinity: if it masks that, the row has a token, and the
+    order of its log-probabilities, none of which is a number, is nobody's promise."""
+    for row, bad in zip(rows, (logits.isnan() | (logits == math.inf)).any(dim=1).tolist(), strict=True):
         if bad:
             row.grammar = None
 
