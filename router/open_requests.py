@@ -338,7 +338,9 @@ class OpenRequests:
         if self._refuse is not None:
             refusal = self._refuse
             return BatonError(refusal.code, refusal.message, retry_after_s=refusal.retry_after_s)
-        if request_id in self._open:
+        before = self._open.get(request_id)
+        # One whose answer is complete is over for its client, who may have it already, before it is closed here.
+        if before is not None and before.outcome is None:
             return BatonError(
                 ErrorCode.DUPLICATE_REQUEST,
                 f"a request with the id {request_id} is open; use another id",

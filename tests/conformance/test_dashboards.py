@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.boards import BOARDS
+from tests.conformance import mixed_requests
+from tests.conformance.mixed_requests import CHAT, Mixed, Seen, tally
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.deploy.prometheus import Prometheus, empty_panels, needs_prometheus
@@ -26,15 +31,14 @@ from tests.unit.engine.tiny_models import tiny_model
 
 MODEL = "tiny"
 COMPLETIONS = "/v1/completions"
+# 100 by default; the long run is BATON_MIXED_REQUESTS=1000.
+MIXED = int(os.environ.get("BATON_MIXED_REQUESTS", "100"))
 BLOCKS = 40
 NAMES = ("--served-model-name", MODEL)
 SERVER = (*NAMES, "--num-kv-blocks", str(BLOCKS), "--kv-checksum", "all")
-# Requests that fail have their fate in their id; their second attempt is spared. Where the load fails, the decode
-# server itself computes the prompt.
-PREFILL_FAULTS = "cache_store.publish:raise=CACHE_STORE_STORE_FAILED,key=unpublished#0*"
-DECODE_FAULTS = (
-    "request.admit:raise=MALLOC_FAILED,request_key=refused#0*;"
-    "engine.stage:raise=EXECUTION_EXCEPTION,stage=generate,request_key=moved#0*"
+# Where the load fails, the decode server itself computes the prompt.
+PREFILL_FAULTS = (
+    "cache_store.publish:raise=CACHE_STORE_STORE_FAILED,key=unpublished#0*;" + mixed_requests.PREFILL_FAULTS
 )
 
 
@@ -60,7 +64,7 @@ def pair() -> Iterator[Pair]:
     model = tiny_model("llama")
     apart = Cluster(
         1, 1, model=model, prefill_flags=SERVER, decode_flags=SERVER, router_flags=NAMES,
-        prefill_env={"BATON_FAULTS": PREFILL_FAULTS}, decode_env={"BATON_FAULTS": DECODE_FAULTS},
+        prefill_env={"BATON_FAULTS": PREFILL_FAULTS}, decode_env={"BATON_FAULTS": mixed_requests.DECODE_FAULTS},
     )  # fmt: skip
     together = Cluster(0, 1, model=model, decode_flags=SERVER, router_flags=NAMES)
     with contextlib.ExitStack() as stack:
@@ -342,6 +346,145 @@ def test_queries_when_compared_with_the_processes_then_they_name_families_and_la
     absent = {mistake.rpartition(" ")[2] for mistake in found if mistake.startswith("there is no series")}
     assert absent <= declared
     assert {m for m in found if " has no label " in m} == set()
+
+
+# -- the same numbers everywhere -----------------------------------------------------------------------------------
+
+
+class Counts:
+    """Counters of a process, by family and the values of the labels that are asked for."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self._samples = [s for family in text_string_to_metric_families(process.metrics()) for s in family.samples]
+
+    def by(self, name: str, *labels: str) -> Counter[tuple[str, ...]]:
+        found: Counter[tuple[str, ...]] = Counter()
+        for sample in self._samples:
+            if sample.name == name:
+                found[tuple(sample.labels[label] for label in labels)] += round(sample.value)
+        return +found
+
+
+@dataclass
+class Reconciled:
+    """What clients saw, what each process counted meanwhile, and its lines of the access log."""
+
+    seen: list[Seen]
+    before: dict[str, Counts]
+    after: dict[str, Counts]
+    lines: dict[str, list[dict[str, Any]]]
+
+    def grew(self, role: str, name: str, *labels: str) -> Counter[tuple[str, ...]]:
+        return self.after[role].by(name, *labels) - self.before[role].by(name, *labels)
+
+    def logged(self, role: str, *fields: str) -> Counter[tuple[str, ...]]:
+        return Counter(tuple(str(line.get(field, "")) for field in fields) for line in self.lines[role])
+
+
+@pytest.fixture(scope="module")
+def reconciled(pair: Pair) -> Reconciled:
+    processes = {process.role: process for process in (*pair.apart.servers, pair.apart.router)}
+
+    def access(role: str) -> list[dict[str, Any]]:
+        return [line for line in processes[role].log_lines() if line.get("log") == "access"]
+
+    wait_for("an idle router", lambda: pair.apart.router.page("/load")["inflight"] == 0, 10.0, poll_s=0.05)
+    pair.apart.assert_clean_ledgers()
+    logged = {role: len(access(role)) for role in processes}
+    before = {role: Counts(process) for role, process in processes.items()}
+    mixed = Mixed(pair.apart.router.http, pair.apart.router.grpc)
+    try:
+        seen = mixed.send(MIXED)
+    finally:
+        mixed.close()
+    lines: dict[str, list[dict[str, Any]]] = {}
+    after: dict[str, Counts] = {}
+
+    def settled() -> bool:
+        """Every call has been booked, and its line been written."""
+        lines.update({role: access(role)[logged[role] :] for role in processes})
+        after.update({role: Counts(process) for role, process in processes.items()})
+        calls = {
+            role: (after[role].by(name, "method") - before[role].by(name, "method"))[(method,)]
+            for role, name, method in (
+                ("prefill", "baton_rpc_requests_total", "baton.v1.Prefill/Prefill"),
+                ("decode", "baton_rpc_requests_total", "baton.v1.Decode/Decode"),
+            )
+        }
+        return (
+            len(lines["router"]) == len(seen)
+            and all(len(lines[role]) == count for role, count in calls.items())
+            and pair.apart.router.page("/load")["inflight"] == 0
+        )
+
+    with contextlib.suppress(TimeoutError):  # the tests say what is missing
+        wait_for("all calls booked and logged", settled, 15.0, poll_s=0.1)
+    return Reconciled(seen, before, after, lines)
+
+
+def test_counts_when_compared_then_router_log_and_clients_agree(reconciled: Reconciled) -> None:
+    seen, grew, logged = reconciled.seen, reconciled.grew, reconciled.logged
+    assert len(seen) >= 0.95 * MIXED
+    outcomes = tally(seen, "api", "stream", "outcome")
+    assert grew("router", "baton_requests_total", "api", "stream", "outcome") == outcomes
+    assert Counter({(a, s.lower(), o): n for (a, s, o), n in logged("router", "api", "stream", "outcome").items()}) == (
+        outcomes
+    )
+    failed = [one for one in seen if one.outcome == "error"]
+    assert grew("router", "baton_request_errors_total", "api", "code", "phase") == tally(failed, "api", "code", "phase")
+    assert logged("router", "request_id", "code") == tally(seen, "request_id", "code")
+    assert logged("router", "phase")[("mid_stream",)] == tally(failed, "phase")[("mid_stream",)]
+
+
+def test_counts_when_compared_then_statuses_are_those_that_clients_got(reconciled: Reconciled) -> None:
+    over_http = [one for one in reconciled.seen if one.api != "grpc"]
+    statuses = reconciled.grew("router", "baton_http_requests_total", "route", "status")
+    for api, route in (("completions", COMPLETIONS), ("chat", CHAT)):
+        expected = tally([one for one in over_http if one.api == api], "status")
+        assert Counter({(status,): n for (path, status), n in statuses.items() if path == route}) == expected
+    calls = reconciled.grew("router", "baton_rpc_requests_total", "method", "code")
+    by_grpc = tally([one for one in reconciled.seen if one.api == "grpc"], "code")
+    assert Counter({(code,): n for (method, code), n in calls.items() if method.endswith("/Generate")}) == by_grpc
+
+
+def test_counts_when_compared_then_tokens_and_attempts_agree(reconciled: Reconciled) -> None:
+    seen, grew = reconciled.seen, reconciled.grew
+    answered = [one for one in seen if one.code == "NONE_ERROR"]
+    tokens = sum(one.tokens for one in seen)
+    assert grew("router", "baton_generation_tokens_total").total() == tokens
+    assert sum(int(str(line["generated_tokens"])) for line in reconciled.lines["router"]) == tokens
+    assert grew("router", "baton_prompt_tokens_total").total() == sum(one.prompt_tokens for one in answered)
+    for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
+        assert grew("router", f"baton_{name}_count").total() == len(answered), name
+    again = sum(one.attempts - 1 for one in answered)
+    lines = {str(line["request_id"]) for line in reconciled.lines["router"] if line["code"] == "NONE_ERROR"}
+    assert again == sum(one.request_id in ("refused", "moved") for one in seen)
+    assert {"refused", "moved"} <= lines
+    retried = grew("router", "baton_retries_total", "role", "code")
+    assert retried.total() == sum(one.request_id == "refused" for one in seen)
+    moved = sum(one.request_id == "moved" for one in seen)
+    assert grew("router", "baton_migrations_total", "result") == Counter({("ok",): moved})
+
+
+@pytest.mark.parametrize(
+    ("role", "method"), [("prefill", "baton.v1.Prefill/Prefill"), ("decode", "baton.v1.Decode/Decode")]
+)
+def test_counts_when_compared_then_each_server_has_a_line_of_every_call(
+    reconciled: Reconciled, role: str, method: str
+) -> None:
+    calls = reconciled.grew(role, "baton_rpc_requests_total", "method", "code")
+    counted = Counter({(code,): count for (name, code), count in calls.items() if name == method})
+    logged = reconciled.logged(role, "code")
+    assert counted.total() == logged.total()
+    # A request whose answer is held on its way out, or whose other leg has failed, can have an end of its own before
+    # its call is cancelled: the line has the first cause, the call the last one.
+    for code in ("EXECUTION_EXCEPTION", "INVALID_ROUTE_REQUEST", "MALLOC_FAILED"):
+        assert counted[(code,)] == logged[(code,)], code
+    cut_short = sum(one.code != "NONE_ERROR" or one.attempts > 1 for one in reconciled.seen)
+    assert 0 <= logged[("NONE_ERROR",)] - counted[("NONE_ERROR",)] <= cut_short
+    # As many as the router says it has opened there, but for those it took back before they were sent.
+    opened = sum(bool(leg.get(role)) for line in reconciled.lines["router"] for leg in line["servers"])
+    assert logged.total() <= opened <= logged.total() + cut_short
 
 
 def test_clusters_when_all_is_done_then_ledgers_are_clean_and_open_work_is_zero(pair: Pair) -> None:

@@ -143,6 +143,20 @@ def test_open_when_the_id_is_open_then_8607_and_after_its_end_it_may_be_used_aga
     assert metrics.value("baton_requests_total", **labels, outcome="error") == 1
 
 
+def test_open_when_the_answer_is_on_its_way_to_the_client_then_the_id_may_be_used_again():
+    table, _, metrics, lines = make()
+    with table.open("a", api="chat", model="tiny") as first:
+        first.finish("stop")
+        with table.open("a", api="chat", model="tiny") as second:
+            assert len(table) == 1
+            assert table.abort("a")
+            assert second.stopped is not None
+            assert first.stopped is None
+    assert len(table) == 0
+    assert [line["code"] for line in lines] == ["CANCELLED", "NONE_ERROR"]
+    assert metrics.value("baton_requests_total", model_name="tiny", api="chat", stream="false", outcome="stop") == 1
+
+
 def test_abort_when_the_id_is_unknown_then_it_is_refused_for_a_while():
     table, clock, _, _ = make()
     assert not table.abort("a")
