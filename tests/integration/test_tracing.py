@@ -129,7 +129,8 @@ def test_caller_that_does_not_sample_when_its_request_is_served_then_no_process_
     assert complete(cluster).status_code == 200, "no caller, and the router's share is 0: not recorded anywhere"
     assert complete(cluster, traceparent="nonsense").status_code == 200
     assert complete(cluster, traceparent=caller(loud)).status_code == 200
-    collector.wait_names(loud, {"router.request", "prefill.held", "decode.request"})
+    spans = collector.wait_names(loud, {"router.request", "prefill.held", "decode.request", "cache_store.load"})
+    assert not any(span.error for span in spans.values()), "nor is it an error that all its KV was there already"
     for server in cluster.servers:
         wait_for("nothing open", lambda server=server: not server.requests()["open"], 10)
     assert {span.trace_id for span in collector.spans()} <= {loud, "4bf92f3577b34da6a3ce929d0e0e4736"}
