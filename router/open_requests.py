@@ -107,7 +107,7 @@ class OpenRequest:
         self.private = private
         # What is recorded of it; None unless it is.
         self.trace = trace
-        self.clock = StageClock(ROUTER_STAGES)
+        self.clock = StageClock(ROUTER_STAGES, table.clock)
         if trace is not None:
             self.clock.keep_intervals()
         # W3C trace context for the servers: the client's, or with tracing what the router made of it.
@@ -182,11 +182,11 @@ class OpenRequest:
     def take_clock(self) -> StageClock:
         """The clock of one choice, standing before `queue`: the request's own for the first one."""
         if self._clock_taken:
-            return StageClock(_SERVING_STAGES)
+            return StageClock(_SERVING_STAGES, self._table.clock)
         self._clock_taken = True
         if self.clock.stage != ROUTER_STAGES[_SURFACE_STAGES - 1]:
             # Opened by a caller that has nothing to validate or to tokenize.
-            self.clock = StageClock(_SERVING_STAGES)
+            self.clock = StageClock(_SERVING_STAGES, self._table.clock)
             if self.trace is not None:
                 self.clock.keep_intervals()
         return self.clock

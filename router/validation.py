@@ -25,6 +25,8 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import not_offered
 from rpc.input_embeddings import InputEmbedding, check_input_embeddings
 
+# The header, or metadata, by which a client forbids to spread its request over two servers.
+SINGLE_SERVER_KEY = "x-baton-single-server"
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
 # Sequences of one request: prompts times candidates.
@@ -79,6 +81,8 @@ class GenerationParams:
     input_embeddings: Sequence[InputEmbedding] = ()  # of a single prompt
     grammar: AskedGrammar | None = None
     tools: ToolRequest | None = None  # of messages
+    # One server is to do the whole request, if there is one that can.
+    single_server: bool = False
     session_id: str = ""
     pin_prefill: str = ""
     pin_decode: str = ""
@@ -287,7 +291,7 @@ class RequestValidator:
                 pin_decode=params.pin_decode,
                 arrival=owner.arrival,
                 deadline=owner.deadline,
-                single_server="beam_or_n" if candidates > 1 else None,
+                single_server="beam_or_n" if candidates > 1 else "requested" if params.single_server else None,
                 owner=owner,
                 traceparent=params.traceparent,
                 tracestate=params.tracestate,

@@ -173,6 +173,7 @@ FIELDS: dict[str, Schema] = {
         },
     ),
     "parallel_tool_calls": flag("whether an answer may have more than one call; default true"),
+    "can_use_pd_separation": flag("false: one server does the whole request, if there is one that can"),
     "kv_transfer_params": {"type": "null", "description": "must be absent: where KV lies is the servers' affair"},
     "top_logprobs": integer(0, MAX_LOGPROBS, "chat, with logprobs: most likely tokens at each place"),
     "add_special_tokens": flag("whether the tokenizer adds its special tokens"),

@@ -235,6 +235,7 @@ class GenerationBody(Body):
     guided_grammar: Any = None
     structured_outputs: Any = None
     kv_transfer_params: Any = None
+    can_use_pd_separation: Bool = None
 
     def _params(self, api: Literal["chat", "completions"]) -> GenerationParams:
         if self.kv_transfer_params is not None:
@@ -273,6 +274,7 @@ class GenerationBody(Body):
             stream=bool(self.stream),
             priority=self.priority,
             cache_salt=self.cache_salt or "",
+            single_server=self.can_use_pd_separation is False,
             grammar=grammar,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -449,6 +450,7 @@ class Options:
     allow_pins: bool = False
     max_concurrent: int = 0
     queue_size: int = 10
+    clock: Callable[[], float] = time.monotonic  # of stages and latencies
 
 
 class AccessLines:
@@ -490,6 +492,7 @@ class Cluster:
             request_timeout_s=options.request_timeout_s,
             served_names=lambda: (MODEL,),
             access_log=self.access,
+            clock=options.clock,
         )
         self.orchestrator = Orchestrator(
             self.registry,
@@ -505,6 +508,7 @@ class Cluster:
             ),
             admission=Admission(options.max_concurrent, queue_size=options.queue_size, timeout_s=WAIT_S),
             rng=random.Random(3),
+            clock=options.clock,
         )
 
     async def add(self, role: str, /, **info: object) -> ScriptedServer:

@@ -1,0 +1,35 @@
+"""A client may forbid to spread its request over two servers: by a field, a header, or metadata."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.conformance.live_cluster import CHAT, COMPLETIONS, KEY_METADATA, MODEL, PROMPT, Live
+
+
+@pytest.mark.parametrize("way", ["field", "header"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_request_when_it_forbids_separation_then_one_server_serves_it(live: Live, path: str, way: str) -> None:
+    body = {"model": MODEL, "max_tokens": 3, "temperature": 0}
+    body |= {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": PROMPT}]}
+    separate = live.http.post(path, json={**body, "can_use_pd_separation": True}).json()
+    if way == "field":
+        alone = live.http.post(path, json={**body, "can_use_pd_separation": False}).json()
+    else:
+        alone = live.http.post(path, json=body, headers={"x-baton-single-server": "1"}).json()
+    assert (separate["baton"]["path"], alone["baton"]["path"]) == ("pd", "colocated")
+    assert separate["choices"] == alone["choices"]
+    assert live.cluster.router.metric("baton_router_path_total", decision="requested")
+
+
+def test_request_when_it_forbids_separation_over_grpc_then_one_server_serves_it(live: Live) -> None:
+    request = generation_pb2.GenerateRequest(
+        model=MODEL, prompt=PROMPT, sampling=common_pb2.SamplingParams(max_tokens=3, temperature=0.0), stream=False
+    )
+    stub = generation_pb2_grpc.GenerationStub(live.router)
+    paths = [
+        next(iter(stub.Generate(request, metadata=(*KEY_METADATA, *more), timeout=15.0))).baton.path
+        for more in ((), (("x-baton-single-server", "1"),))
+    ]
+    assert paths == ["pd", "colocated"]
