@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec
 from rpc.json_schema_support import UnsupportedSchema, check_schema
@@ -107,6 +109,14 @@ class GrammarCompiler:
             if "bad_alloc" in str(error):  # how the library reports that memory ran out
                 raise _out_of_memory(spec) from None
             raise _refused(spec, _cleaned(error)) from error
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raises what `compile` does, and the same code for a grammar that no text fits."""
+        matcher = self.library.GrammarMatcher(self.compile(spec))
+        mask = np.zeros((1, -(-self.vocab_size // 32)), dtype=np.int32)
+        matcher.fill_next_token_bitmask(mask, 0)
+        if not mask.any() and not matcher.is_completed():
+            raise _error(spec.kind, "can be fulfilled by no text of this model's tokens", {})
 
     def _compile(self, spec: GrammarSpec) -> Any:
         compiler = self._compiler

@@ -398,7 +398,7 @@ def _result(token: int, flag: int, row: SamplingRow) -> SampledToken:
     if flag == sampling_kernels.USABLE:
         return SampledToken(token)
     masked = flag == sampling_kernels.ALL_MASKED
-    return SampledToken(None, failure=every_token_masked(row.grammar is not None) if masked else logits_not_finite())
+    return SampledToken(None, failure=every_token_masked(row) if masked else logits_not_finite())
 
 
 def _add_logprobs(found: _Words, rows: Sequence[SamplingRow], results: Sequence[SampledToken], vocab: int) -> None:

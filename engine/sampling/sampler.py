@@ -70,7 +70,7 @@ def _failures(
 
 
 def _unusable(raw: NDArray[np.float32], row: SamplingRow) -> BatonError:
-    return every_token_masked(row.grammar is not None) if np.isfinite(raw.max()) else logits_not_finite()
+    return every_token_masked(row) if np.isfinite(raw.max()) else logits_not_finite()
 
 
 def _choose(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[int]:

@@ -118,7 +118,7 @@ def _judge(compiler: Any, spec: GrammarSpec, memory_bytes: int) -> Verdict:
     began = time.perf_counter()
     _limit_memory(_address_space() + memory_bytes)
     try:
-        compiler.compile(spec)
+        compiler.check(spec)
     except BatonError as error:
         return Verdict(time.perf_counter() - began, int(error.code), error.message, dict(error.metadata))
     except Exception as error:

@@ -96,6 +96,21 @@ def test_compile_when_the_grammar_is_bad_then_604_with_the_parsers_position(
     assert ".cc:" not in error.message and "\n" not in error.message
 
 
+@pytest.mark.parametrize("text", ["root ::= root", 'root ::= "a" root'])
+def test_check_when_nothing_can_begin_or_something_can_then_only_the_first_is_refused(
+    compiler: GrammarCompiler, text: str
+) -> None:
+    spec = GrammarSpec(GrammarKind.EBNF, text)
+    compiler.compile(spec)
+    if '"a"' in text:
+        compiler.check(spec)
+    else:
+        with pytest.raises(BatonError, match="no text") as caught:
+            compiler.check(spec)
+        assert caught.value.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
+    compiler.check(GrammarSpec(GrammarKind.EBNF, 'root ::= ""'))
+
+
 def test_vocabulary_when_read_from_a_folder_then_specials_add_nothing_and_the_rest_its_bytes() -> None:
     vocabulary = Vocabulary.load(tiny_model("llama"))
     assert all(vocabulary.pieces[token] == b"" for token in vocabulary.special_ids)
