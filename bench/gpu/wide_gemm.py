@@ -1,12 +1,12 @@
-"""Products of many rows with the weights of an 8B model: cuBLAS beside `kernels/wide_gemm.py`, and their floor.
+"""Products of up to 256 rows with the weights of an 8B model: cuBLAS beside `kernels/wide_gemm.py`, and their floor.
 
-    python -m bench.gpu.wide_gemm --shape llama-3.1-8b --rows 160 256 8192 --budget 120 --save wide.json
+    python -m bench.gpu.wide_gemm --shape llama-3.1-8b --rows 128 160 256 --budget 120 --save wide.json
 
 Every candidate is compared with the float32 reference on random data, run twice for equal bits, and timed in a CUDA
-graph, one product after the other over weights that exceed the L2 cache. Up to 256 rows the best few then compete in
-whole decode layers (bench/gpu/gemm.py), which accounts for what overlaps with what. Last come the entries for
-kernels/wide_gemm_table.py. From 1024 rows on, the output and down products add to the float32 stream, as they do in
-the engine. Kernels are compiled by a pool of processes first. With --budget, what does not fit the seconds is left out.
+graph, one product after the other over weights that exceed the L2 cache. The best few then compete in whole decode
+layers (bench/gpu/gemm.py), which accounts for what overlaps with what. Last come the entries for
+kernels/wide_gemm_table.py. Kernels are compiled by a pool of processes first. With --budget, what does not fit the
+seconds is left out.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from kernels.wide_gemm import Config
 _TOLERANCE = 4e-3  # ||y - reference|| / ||reference||: one rounding to bfloat16 is 1.7e-3
 _SHARED = 232448  # bytes that a program can have
 _FINALISTS = 2
-_ADD_FROM = 1024  # rows
+_PRODUCTS = ("qkv", "o", "gate_up", "down")
+_WIDTHS = ((64, 32), (128, 0), (128, 32), (128, 64), (256, 0))  # columns and extra ones of a tile
 
 
 def _fits(config: Config) -> bool:
-    stage = (config.groups * config.rows + config.columns + config.extra) * 128
-    return config.stages * stage + 2 * config.groups * config.stash + 512 <= _SHARED
+    stage = (config.height + config.width) * 128
+    return config.stages * stage + 4 * config.stash + 512 <= _SHARED
 
 
 def _deepest(config: Config) -> Config:
@@ -47,35 +48,22 @@ def _deepest(config: Config) -> Config:
 
 def candidates(rows: int, n: int, gated: bool) -> Iterator[Config]:
     """Tiles worth a try for a number of rows, each with as many stages as fit."""
-    if rows > 256:
-        for config in (
-            Config(groups=3, columns=128, extra=128),
-            Config(columns=256),
-            Config(rows=128, columns=128, extra=64),
-        ):
-            for group in (6, 8, 12):
-                yield _deepest(dataclasses.replace(config, group=group))
-        return
-    columns = next(pair for pair in ((64, 32), (128, 0), (128, 32), (128, 64), (256, 0)) if sum(pair) >= rows)
-    for groups, tall in ((2, 64), (3, 64), (2, 128)):
-        if tall * sum(columns) > 128 * 192 or (groups == 3 and sum(columns) > 192):
+    columns, extra = next(pair for pair in _WIDTHS if sum(pair) >= rows)
+    for tall in (64, 128):
+        if tall * (columns + extra) > 128 * 192:  # sums are kept in registers
             continue
-        config = Config(True, groups, tall, *columns)
-        tiles = -(-n // (groups * tall))
-        for ahead in (0, 8, 16):
-            config = dataclasses.replace(config, ahead=ahead)
-            if gated:
-                stash = 4096 if tall == 128 and columns[0] <= 128 else 8192
-                yield _deepest(dataclasses.replace(config, stash=stash))
-            for shares in () if gated else (2, 4, 8):
-                if 60 <= tiles * shares <= 132:
-                    yield _deepest(dataclasses.replace(config, shares=shares, stash=1024))
-    if rows > 128:
-        yield _deepest(Config(rows=128, columns=128))
+        config = Config(tall, columns, extra)
+        tiles = -(-n // config.height)
+        if gated:
+            stash = 4096 if tall == 128 and columns <= 128 else 8192
+            yield _deepest(dataclasses.replace(config, stash=stash))
+        for shares in () if gated else (2, 4, 8):
+            if 60 <= tiles * shares <= 132:
+                yield _deepest(dataclasses.replace(config, shares=shares, stash=1024))
 
 
 class Product:
-    """One product with its weights, inputs and the stream it may add to."""
+    """One product with its weights and inputs."""
 
     def __init__(self, name: str, n: int, k: int, gated: bool) -> None:
         self.name, self.n, self.k, self.gated = name, n, k, gated
@@ -88,49 +76,31 @@ class Product:
     def input(self, rows: int) -> torch.Tensor:
         return torch.randn(rows, self.k, device="cuda", generator=self.generator).to(torch.bfloat16)
 
-    def adds(self, rows: int) -> bool:
-        return rows >= _ADD_FROM and self.name in ("o", "down")
-
     def run(self, config: Config | None, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """out: float32 to add to, float32, or bfloat16, as the engine has it for the product."""
-        adds = self.adds(x.shape[0])
+        """None is cuBLAS, gated with a SwiGLU kernel after it."""
         if config is not None:
-            if adds:
-                wide_gemm.add_to(out, x, weight, config=config)
-            elif self.gated:
-                wide_gemm.gated(x, weight, config=config, out=out)
-            else:
-                wide_gemm.linear(x, weight, config=config, out=out)
-        elif adds:
-            torch.ops.aten.addmm.dtype_out(out, x, weight.t(), torch.float32, out=out)
-        elif self.name == "head":
-            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+            product = wide_gemm.gated if self.gated else wide_gemm.linear
+            product(x, weight, config=config, out=out)
         elif self.gated:
             swiglu.swiglu(torch.nn.functional.linear(x, weight), out)
         else:
             torch.mm(x, weight.t(), out=out)
 
     def out(self, rows: int) -> torch.Tensor:
-        exact = self.name == "head" or self.adds(rows)
         columns = self.n // 2 if self.gated else self.n
-        return torch.zeros(rows, columns, dtype=torch.float32 if exact else torch.bfloat16, device="cuda")
+        return torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
 
     def error(self, config: Config | None, rows: int) -> float:
         """Relative to the float32 reference, on fresh numbers; infinite where a second run gives other bits."""
-        some = min(rows, 1024)
         x, weight = self.input(rows), self.weights[0]
         found, again = self.out(rows), self.out(rows)
         self.run(config, x, weight, found)
         self.run(config, x, weight, again)
         if not torch.equal(found, again):
             return float("inf")
-        reference = small_gemm.gated_reference if self.gated else small_gemm.reference
-        worst = 0.0
-        for begin in {0, rows - some}:
-            expected = reference(x[begin : begin + some], weight)
-            error = (found[begin : begin + some].float() - expected).norm() / expected.norm()
-            worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
-        return worst
+        expected = (small_gemm.gated_reference if self.gated else small_gemm.reference)(x, weight)
+        error = (found.float() - expected).norm() / expected.norm()
+        return float(error) if bool(error.isfinite()) else float("inf")
 
     def seconds(self, config: Config | None, x: torch.Tensor, out: torch.Tensor) -> float:
         count = len(self.weights)
@@ -168,13 +138,12 @@ def _compile(job: tuple[str, int, int, bool, int, Config]) -> str:
 
 
 def compile_all(parts: dict[str, tuple[int, int, bool]], rows: list[int], workers: int) -> None:
-    jobs: dict[tuple[object, ...], tuple[str, int, int, bool, int, Config]] = {}
+    jobs: dict[tuple[str, Config], tuple[str, int, int, bool, int, Config]] = {}
     for name, (n, k, gated) in parts.items():
         for count in rows:
             for config in candidates(count, n, gated):
-                tiles = count > 256  # kernels know nothing of the number of rows
-                key = (name, config, tiles and (count >= _ADD_FROM), tiles and count > 4096)
-                jobs.setdefault(key, (name, n, k, gated, min(count, 4096) if count > 256 else count, config))
+                # Kernels know nothing of the number of rows
+                jobs.setdefault((name, config), (name, n, k, gated, count, config))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failed = [line for line in pool.imap_unordered(_compile, jobs.values()) if line]
     print(f"compiled {len(jobs)} configurations, {len(failed)} do not run here", *failed[:5], sep="\n", flush=True)
@@ -233,12 +202,14 @@ def compete(shape: str, rows: int, found: dict[tuple[str, int], dict[str, Any]])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[160, 256, 8192, 128, 96, 2048, 1024])
-    parser.add_argument("--products", nargs="+", default=["gate_up", "down", "qkv", "o"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[160, 256, 128, 192, 96], help="up to 256")
+    parser.add_argument("--products", nargs="+", default=_PRODUCTS, choices=_PRODUCTS)
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which nothing more is begun")
     parser.add_argument("--save", type=Path, help="JSON file of all timings")
     arguments = parser.parse_args()
+    if not all(0 < rows <= 256 for rows in arguments.rows):
+        parser.error("--rows must be between 1 and 256")
     end = time.monotonic() + arguments.budget
     parts = {name: part for name, part in products(arguments.shape).items() if name in arguments.products}
     compile_all(parts, arguments.rows, arguments.workers)
@@ -264,8 +235,8 @@ def main() -> None:
             print(f"{name:8} {rows:5} rows  floor {least:7.1f}  cuBLAS {entry['cublas_us']:7.1f} us", flush=True)
             for microseconds, config, error in entry["wide"]:
                 print(f"    {microseconds:7.1f}  {error:.1e}  {config}", flush=True)
-        complete = all((name, rows) in found for name in ("qkv", "o", "gate_up", "down"))
-        if rows <= 256 and complete and time.monotonic() < end:
+        complete = all((name, rows) in found for name in _PRODUCTS)
+        if complete and time.monotonic() < end:
             chain = compete(arguments.shape, rows, found)
             chains.append(chain)
             print(
@@ -281,9 +252,7 @@ def main() -> None:
             entry = found.get((name, rows))
             if entry is None:
                 continue
-            chosen = next((chain["chosen"][name] for chain in chains if chain["rows"] == rows and name != "head"), None)
-            if rows > 256 and entry["wide"] and entry["wide"][0][0] < entry["cublas_us"] * 0.99:
-                chosen = entry["wide"][0][1]
+            chosen = next((chain["chosen"][name] for chain in chains if chain["rows"] == rows), None)
             entries.append(f"({rows}, {chosen})")
         print(f"    ({gated}, {n}, {k}): ({', '.join(entries)},),  # {name}")
 

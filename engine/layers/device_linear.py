@@ -1,10 +1,10 @@
 """Products with weights on a device: cuBLAS, but where a kernel of our own is measured to be faster.
 
 With few rows a product is bound by reading its weight once, and cuBLAS' kernels for that leave up to a third of the
-memory bandwidth unused; with many, SwiGLU's way through memory between two products costs what one kernel for both
-saves. Where the measured tables of `kernels/small_gemm_table.py` and `kernels/wide_gemm_table.py` say that a kernel of
-our own is faster for a shape and number of rows, it is taken; `python -m bench.gpu.gemm` and `bench.gpu.wide_gemm`
-measure. The choice depends on the shape alone, so that equal batches give equal numbers.
+memory bandwidth unused; with one or two hundred, SwiGLU's way through memory between two products costs what one kernel
+for both saves. Where the measured tables of `kernels/small_gemm_table.py` and `kernels/wide_gemm_table.py` say that a
+kernel of our own is faster for a shape and number of rows, it is taken; `python -m bench.gpu.gemm` and
+`bench.gpu.wide_gemm` measure. The choice depends on the shape alone, so that equal batches give equal numbers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class DeviceLinear:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """residual += x W^T + b, from the accumulators."""
-        wide = self.wide.get(x.shape[0])
-        if wide is not None and residual.is_contiguous():
-            wide_gemm.add_to(residual, x, self.weight, config=wide)
-            return
         weight = self.weight.t()
         if x.dtype == torch.float32:
             torch.addmm(residual, x, weight, out=residual)

@@ -1,5 +1,5 @@
-"""Configurations of the many-row products' table compile for a Hopper GPU: they fit it, use the matrix units of warp
-groups and the copy engine, and keep their sums in registers.
+"""Configurations of the table of kernels/wide_gemm_table.py compile for a Hopper GPU: they fit it, use the matrix
+units of warp groups and the copy engine, and keep their sums in registers.
 
 Run as a program it prints what it compiled: other tests use the interpreter, which is chosen for a whole process.
 """
@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,33 +17,26 @@ from kernels.wide_gemm import Config
 from kernels.wide_gemm_table import TABLE
 
 SHARED_BYTES = 227 << 10  # that a program can have
-_LAUNCHES = 4  # of every kind one; others are alike
 
 
-def _launches() -> list[tuple[bool, int, int, Config, bool]]:
-    """Kinds of the table: gated, N, K, configuration, and whether the product is added to float32."""
-    kinds: dict[tuple[object, ...], tuple[bool, int, int, Config, bool]] = {}
+def _launches() -> list[tuple[bool, int, int, Config]]:
+    """The table's, without repetition: gated, N, K and configuration. Kernels differ little by N and K."""
+    kinds: dict[tuple[bool, Config], tuple[bool, int, int, Config]] = {}
     for (gated, n, k), entry in TABLE.items():
         for _, config in entry:
             if config is not None:
-                adds = not gated and not config.swap
-                key = (gated, adds, config.swap, config.groups, config.shares > 1, config.ahead > 0)
-                kinds.setdefault(key, (gated, n, k, config, adds))
-    return list(kinds.values())[:_LAUNCHES]
+                kinds.setdefault((gated, config), (gated, n, k, config))
+    return list(kinds.values())
 
 
 def _launch_all() -> list[dict[str, object]]:
     found = []
     bf16 = torch.bfloat16
-    for gated, n, k, config, adds in _launches():
+    for gated, n, k, config in _launches():
         with offline.compiled_for(90, pdl=True) as compiled:
-            x, weight = torch.empty(160, k, dtype=bf16), torch.empty(n, k, dtype=bf16)
-            if adds:
-                wide_gemm.add_to(torch.empty(160, n), x, weight, config=config)
-            elif gated:
-                wide_gemm.gated(x, weight, config=config)
-            else:
-                wide_gemm.linear(x, weight, config=config)
+            x, weight = torch.empty(config.width, k, dtype=bf16), torch.empty(n, k, dtype=bf16)
+            product = wide_gemm.gated if gated else wide_gemm.linear
+            product(x, weight, config=config)
         (kernel,) = compiled
         found.append(
             {
@@ -88,13 +80,17 @@ def test_products_when_shapes_do_not_fit_then_say_so_before_anything_is_launched
         (x.float(), weight),
         (x[:, :60], weight[:, :60]),
         (x, weight[:100]),
+        (torch.empty(300, 64, dtype=torch.bfloat16), weight),
     ):
         with pytest.raises(ValueError, match=r"fit|bfloat16"):
             wide_gemm.linear(wrong, of, config=Config())
     with pytest.raises(ValueError, match="shares"):
-        wide_gemm.gated(x, weight, config=Config(True, shares=2))
+        wide_gemm.gated(x, weight, config=Config(shares=2))
     with pytest.raises(ValueError, match="shares"):
-        wide_gemm.linear(x, torch.empty(1 << 14, 64, dtype=torch.bfloat16), config=replace(Config(True), shares=8))
+        wide_gemm.linear(x, torch.empty(1 << 14, 64, dtype=torch.bfloat16), config=Config(shares=8))
+    for out in (torch.empty(4, 128), torch.empty(4, 132, dtype=torch.bfloat16)[:, :128], torch.empty(4, 120)):
+        with pytest.raises(ValueError, match=r"fit|bfloat16"):
+            wide_gemm.linear(x, weight, config=Config(), out=out)
 
 
 if __name__ == "__main__":
