@@ -47,7 +47,8 @@ def faults() -> str:
     # The decode leg fails first: once the first token is out, a stream has its status.
     late = "engine.stage:raise=EXECUTION_EXCEPTION,stage=generate,request_key=late-*"
     delays = ["prefill.answer:delay=1,request_key=d-*", "prefill.answer:delay=0.03,request_key=c-*"]
-    return ";".join([*raises, late, *delays])
+    barrier = "cache_store.load_start:delay=1,key=barrier-*"
+    return ";".join([*raises, late, barrier, *delays])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def client(cluster: Cluster) -> Iterator[GenerationClient]:
 
 
 def over_http(http: httpx.Client, request_id: str, stream: bool) -> Refusal:
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "stream": stream}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": stream}
     return refusals.of_response(http.post(COMPLETIONS, json=body, headers={"X-Request-Id": request_id}))
 
 
@@ -171,7 +172,7 @@ def test_cluster_when_every_code_was_raised_then_nothing_is_left_and_it_serves(
 ) -> None:
     cluster.assert_clean_ledgers(5.0)
     cluster.wait_router_ready()
-    answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4})
+    answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
     assert answer.status_code == 200, answer.text
     wait_for("no open request", lambda: not any(server.requests()["open"] for server in cluster.servers), 5.0)
     assert cluster.router.metric("baton_http_inflight_requests", route=COMPLETIONS) == 0
@@ -204,7 +205,7 @@ def trailers(client: GenerationClient, request_id: str, *asking: tuple[str, str]
 def test_timeline_when_it_is_asked_for_then_it_has_the_stages_of_all_three_processes(
     http: httpx.Client, client: GenerationClient
 ) -> None:
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
     answer = http.post(COMPLETIONS, json=body, headers={TIMELINE: "1"})
     told = json.loads(answer.headers[TIMELINE])
     assert of_roles(told) == ALL_STAGES
@@ -219,7 +220,7 @@ def test_timeline_when_the_request_fails_then_it_says_how_far_each_process_got(
 ) -> None:
     asking = {TIMELINE: "1"}
     code = ErrorCode.MALLOC_FAILED
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
     request_id = f"{raised('p', code)}timeline"
     failed = http.post(COMPLETIONS, json=body, headers={**asking, "X-Request-Id": request_id})
     over_grpc = trailers(client, request_id, (TIMELINE, "1"))
@@ -242,3 +243,20 @@ def test_timeline_when_the_request_fails_then_it_says_how_far_each_process_got(
     found = of_roles(error["baton"]["timeline"])
     assert found["router"] >= {"first_token", "stream"}
     assert found["decode"] >= {"admit", "load", "wait_to_run"}
+
+
+def test_gauges_when_loads_stand_at_a_barrier_then_they_count_each_of_them_and_fall_to_zero(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    decode = cluster.decode[0]
+    method = "baton.v1.Decode/Decode"
+    opened = [client.open([5, 6, 7, number], 2, request_id=f"barrier-{number}") for number in range(6)]
+
+    def counts() -> tuple[float | None, float | None]:
+        return decode.metric("baton_num_requests_loading"), decode.metric("baton_rpc_inflight", method=method)
+
+    wait_for("six loads at the barrier", lambda: counts() == (6.0, 6.0), 10.0)
+    for generation in opened:
+        assert len(generation.answer().token_ids) == 2
+    wait_for("nothing in flight", lambda: counts() == (0.0, 0.0), 5.0)
+    cluster.assert_clean_ledgers()

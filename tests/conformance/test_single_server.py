@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.conformance.live_cluster import CHAT, COMPLETIONS, KEY_METADATA, MODEL, PROMPT, Live
+from tests.conformance.live_cluster import CHAT, COMPLETIONS, KEY_METADATA, MODEL, PROMPT, Live, frozen
+from tests.integration.cluster import wait_for
+from tests.integration.generation_client import GenerationClient, request_of
 
 
 @pytest.mark.parametrize("way", ["field", "header"])
@@ -33,3 +35,18 @@ def test_request_when_it_forbids_separation_over_grpc_then_one_server_serves_it(
         for more in ((), (("x-baton-single-server", "1"),))
     ]
     assert paths == ["pd", "colocated"]
+
+
+def test_gauge_when_requests_are_open_on_a_colocated_server_then_it_counts_them_and_falls_to_zero(live: Live) -> None:
+    method = "baton.v1.Decode/Decode"
+    asking = (*KEY_METADATA, ("x-baton-single-server", "1"))
+    with GenerationClient(live.cluster.router.grpc) as client:
+        with frozen(live.d):
+            calls = [client.stub.Generate(request_of([5, 6, 7, n], 2), metadata=asking, timeout=15.0) for n in range(3)]
+            wait_for("three requests", lambda: live.d.metric("baton_rpc_inflight", method=method) == 3, 5.0)
+            calls.pop().cancel()
+            wait_for("one less", lambda: live.d.metric("baton_rpc_inflight", method=method) == 2, 5.0)
+        for call in calls:
+            assert sum(len(message.tokens) for message in call) == 2
+    wait_for("none", lambda: live.d.metric("baton_rpc_inflight", method=method) == 0, 5.0)
+    live.check_serving()
