@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
+import pytest
 from google.protobuf.message import Message
 
 from protos import cache_store_pb2, common_pb2, decode_pb2, generation_pb2, prefill_pb2, worker_pb2
@@ -166,6 +167,7 @@ def _give_back(live: Live, data: bytes, response: prefill_pb2.PrefillResponse) -
         live.prefill.unary_unary("/baton.v1.Prefill/Abort")(message.SerializeToString(), timeout=LIMIT_S)
 
 
+@pytest.mark.timeout(max(120, CASES // 10))
 def test_message_when_it_is_random_changed_or_damaged_then_it_is_answered_or_refused_and_nothing_stays(
     live: Live,
 ) -> None:

@@ -40,6 +40,7 @@ WITH_BODY = [(path, method) for path, method in OPERATIONS if method == "post" a
 
 HEADERS = {"Authorization": f"Bearer {API_KEY}"}
 
+pytestmark = pytest.mark.timeout(max(120, CASES))
 api = schemathesis.openapi.from_dict(document(needs_key=True))
 
 
