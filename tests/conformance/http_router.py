@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.http.app import build_app
 from router.http.services import HttpServices
@@ -101,7 +102,7 @@ class RunningRouter:
     def figure(self, name: str, **labels: str) -> float:
         """The value of a series (of a histogram: its count); 0 when there is none."""
         wanted = {**labels}
-        for family in self.metrics._registry.collect():
+        for family in text_string_to_metric_families(self.metrics.render().decode()):
             for sample in family.samples:
                 if sample.name in (name, f"{name}_count") and wanted.items() <= sample.labels.items():
                     return sample.value
