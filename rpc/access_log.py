@@ -30,6 +30,7 @@ TRACEBACK_CAUSES = 4
 
 # Written as they are. Asking whether one of them is a mapping would take longer than writing it.
 _ATOMS = frozenset((str, int, bool, type(None)))
+_ROUNDED_BELOW = 1e9
 _SUCCESS = ErrorCode.NONE_ERROR.name
 
 
@@ -153,15 +154,16 @@ def _plain(value: Any) -> Any:
     if kind in _ATOMS:
         return value
     if kind is float:
-        return round(value, 6)
+        # What `round` does to decimals takes three times as long, and there are some twenty in a line.
+        return int(value * 1e6 + 0.5) / 1e6 if 0.0 <= value < _ROUNDED_BELOW else value
     if kind is dict or isinstance(value, Mapping):
         plain = {}
         for key, item in value.items():
             name = key if type(key) is str else str(key)
             if is_secret(name):
                 item = MASK
-            elif type(item) is float:  # what most mappings are made of
-                item = round(item, 6)
+            elif type(item) is float and 0.0 <= item < _ROUNDED_BELOW:  # what most mappings are made of
+                item = int(item * 1e6 + 0.5) / 1e6
             elif type(item) is not str:
                 item = _plain(item)
             plain[name] = item

@@ -195,3 +195,15 @@ def test_settings_when_not_given_then_they_are_the_documented_ones() -> None:
 )
 def test_private_header_when_read_then_only_a_word_for_no_means_no(value: str, meant: bool) -> None:
     assert says_yes(value) is meant
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.12345678, 0.123457), (0.0, 0.0), (1e-7, 0.0), (12.5, 12.5), (-0.25, -0.25), (float("inf"), None), (1e12, 1e12)],
+)
+def test_duration_when_written_then_it_has_microseconds(value: float, shown: float | None) -> None:
+    stream = io.StringIO()
+    log = AccessLog("router", stream=stream)
+    log.record(request_id="r", code="NONE_ERROR", seconds=value, stages={"queue": value})
+    (entry,) = lines_of(log, stream)
+    assert (entry["seconds"], entry["stages"]["queue"]) == (shown, shown)
