@@ -16,7 +16,7 @@ from engine.sampling.device import DeviceSampler
 from engine.sampling.philox import uniforms
 from kernels import draw, exponential, logprobs, sampling
 from kernels.jit import jit, tl
-from tests.unit.engine.sampling_rows import assert_same, random_logits, random_row, unmask_bad_rows
+from tests.unit.engine.sampling_rows import FixedMask, assert_same, random_logits, random_row, unmask_bad_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -238,6 +238,7 @@ KINDS = {
     "filtered": {"top_k": 50, "top_p": 0.9},
     "logprobs": {"temperature": 0.0, "logprobs": 5},
     "penalised": {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}, "temperature": 0.0},
+    "grammar": {"temperature": 0.0},
     "everything": {"top_p": 0.9, "frequency_penalty": 0.5, "logit_bias": {7: -1.0}, "logprobs": 20},
 }
 
@@ -268,8 +269,10 @@ def test_a_step_launches_the_same_for_any_batch_and_never_waits(sampler: DeviceS
     for count in (1, 64, 256):
         logits = torch.randn(count, sampler._vocab, device="cuda")
         rows = [row_of(i, seed=i, **KINDS[kind]) for i in range(count)]
-        for row in rows:
+        for number, row in enumerate(rows):
             row.output_token_ids = [4, 4, 9]
+            if kind in ("grammar", "everything"):
+                row.grammar = FixedMask(np.random.default_rng(number).random(sampler._vocab) < 0.3)
         step(sampler, logits, rows)
         grow(rows)
         torch.cuda.synchronize()

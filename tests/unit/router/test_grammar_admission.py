@@ -30,11 +30,7 @@ LARGE = GrammarSpec(
 
 
 def figure(metrics: Registry, name: str) -> float:
-    for family in metrics._registry.collect():
-        for sample in family.samples:
-            if sample.name in (name, f"{name}_count"):
-                return sample.value
-    return 0.0
+    return metrics.value(f"{name}_count" if name.endswith("_seconds") else name) or 0.0
 
 
 @asynccontextmanager
