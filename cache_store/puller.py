@@ -75,6 +75,7 @@ class _Leg:
     transport: str = GRPC
     load: Load | None = None
     sent: bool = False  # the stream was opened, so P may have counted it
+    ended: float = 0.0  # reading of the clock
     hold_until: float = 0.0  # its blocks are given back no sooner: a one-sided copy was not proven to have ended
 
 
@@ -294,6 +295,8 @@ class Puller:
                 )
             )
             raise
+        finally:
+            leg.ended = self._clock()
 
     async def _pull(self, job: _Job, leg: _Leg) -> None:
         await fault_async("cache_store.load_start", key=job.key, peer=leg.address)
@@ -335,6 +338,10 @@ class Puller:
                 )
             self.peers.note_failure(leg.address, error)
             raise load.fail(error) from None
+        except BatonError as error:
+            if error.code is ErrorCode.LOAD_CACHE_TIMEOUT:
+                self.peers.note_failure(leg.address, error)
+            raise
         finally:
             leg.generation = load.generation if load.generation is not None else leg.generation
             call.cancel()
@@ -505,6 +512,10 @@ class Puller:
         self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
         self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
         self._observe("kv_transfer_size_bytes", size, transport=job.transport)
+        if len(job.legs) > 1:
+            ranks = [leg.ended - job.began for leg in job.legs]
+            self._observe("load_rank_seconds", min(ranks), stat="min")
+            self._observe("load_rank_seconds", max(ranks), stat="max")
         self._release_all(job.key, job.source, {leg.address: leg.generation for leg in job.legs}, None)
         return LoadDone(job.key, result, size, now - job.began, exposed, events)
 

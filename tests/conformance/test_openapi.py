@@ -99,7 +99,7 @@ def test_request_when_it_is_made_from_the_document_then_the_router_answers_as_do
     live: Live, path: str, method: str
 ) -> None:
     share = CASES // len(OPERATIONS)
-    count = max(2, 2 * share if (path, method) in WITH_BODY else share // 2)
+    count = max(2, 3 * share if (path, method) in WITH_BODY else share // 3)
 
     @settings(
         max_examples=count, deadline=None, derandomize=True, database=None,

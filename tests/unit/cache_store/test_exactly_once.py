@@ -163,6 +163,31 @@ def test_ranks_when_one_of_several_fails_then_the_others_are_ended_and_it_is_nam
         assert_clean(first, second, decode)
 
 
+def test_rank_times_when_ranks_end_one_after_the_other_then_the_first_and_the_last_are_booked_once() -> None:
+    wide = LAYOUT.__class__.of("full", num_layers=1, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16")
+    half = LAYOUT.__class__.of(
+        "full", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16", total_kv_heads=2
+    )
+    with nodes(
+        Node("prefill", seed=1, layouts=(half,), tp_size=2, rank=0),
+        Node("prefill", seed=2, layouts=(half,), tp_size=2, rank=1),
+        Node("decode", seed=3, layouts=(wide,)),
+    ) as (first, second, decode):
+        source = first.source.__class__("prefill", (first.address, second.address), 2)
+        first.stage(KEY, [5])
+        decode.load(source, KEY, [1])
+        until(lambda: first.agent.stats().readers == 0 and second.agent.stats().parked == 1, "one rank is read")
+        began = time.monotonic()
+        until(lambda: time.monotonic() - began > 0.2, "the other rank takes its time")
+        second.stage(KEY, [5])
+        seconds = decode.load_done().seconds
+        (least,) = decode.observed("load_rank_seconds", stat="min")
+        (most,) = decode.observed("load_rank_seconds", stat="max")
+        assert least + 0.15 < most <= seconds
+        first.lease_ended()
+        second.lease_ended()
+
+
 # -- large events, by workers ---------------------------------------------------------------------------------
 
 

@@ -287,6 +287,21 @@ async def test_request_when_the_engine_reports_an_unknown_number_then_it_is_514_
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_request_when_the_engine_fails_it_without_a_code_then_it_is_514_named_so(role: Any) -> None:
+    front = Front(role)
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        task = start(group, front, prefill_request() if role == "prefill" else decode_request())
+        await front.engine.until(lambda: front.engine.adds)
+        front.engine.emit(RequestOutput(REQUEST_KEY, last=True, error=EngineError(0, "")))
+        error = error_of(await task)
+        (record,) = await front.records()
+    # The server's own defect: no peer broke a contract, and never is it a success.
+    assert (error.code, error.message) == (ErrorCode.UNKNOWN_ERROR, "UNKNOWN_ERROR")
+    assert (record["code"], record["source"]) == (514, "context_error")
+    assert front.metrics.value("baton_contract_breaches_total", kind="no_code") is None
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_requests_when_the_engine_dies_then_every_open_one_gets_8609(role: Any) -> None:
     front = Front(role)
     async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:

@@ -1,0 +1,39 @@
+"""A failure is one line in the log, where it ends, however often the request was tried."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.router.scripted import fails, make_request, running_cluster
+
+
+def lines(caplog, level, text=""):
+    ours = [record for record in caplog.records if record.name.partition(".")[0] in ("router", "rpc")]
+    return [record for record in ours if record.levelno >= level and text in record.message]
+
+
+async def test_log_when_every_attempt_fails_then_one_error_after_the_last(caplog):
+    async with running_cluster(2, 2, retry_budget_ratio=10.0) as cluster:
+        for server in cluster.servers:
+            if server.role == "prefill":
+                server.at["start"] = fails(ErrorCode.MALLOC_FAILED)
+        with caplog.at_level(logging.INFO, "router"), pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request(request_id="the-request"))
+        assert caught.value.code is ErrorCode.MALLOC_FAILED
+        (error,) = lines(caplog, logging.ERROR)
+        assert (error.request_id, error.code) == ("the-request", "MALLOC_FAILED")
+        assert len(lines(caplog, logging.INFO, "trying again")) == 3
+
+
+async def test_log_when_an_attempt_fails_and_another_serves_then_there_is_no_error(caplog):
+    async with running_cluster(2, 2) as cluster:
+        for server in cluster.servers:
+            if server.role == "prefill":
+                server.at["start"] = fails(ErrorCode.MALLOC_FAILED, times=1)
+        with caplog.at_level(logging.INFO, "router"):
+            await cluster.collect(make_request(request_id="the-request"))
+        assert lines(caplog, logging.WARNING) == []
+        assert lines(caplog, logging.INFO, "trying again")
