@@ -248,6 +248,9 @@ class Peers:
             ErrorCode.PEER_RESTARTED,
             ErrorCode.CONNECTION_RESET_BY_PEER,
             ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+            # It fell silent in the middle. A reload that asks it first does not wait for a first block, which may take
+            # `publish_timeout_s`, from somebody who is not there any more.
+            ErrorCode.LOAD_CACHE_TIMEOUT,
         ):
             self._mark(self.get(address), PeerState.LOST)
         self._channels.check(address)

@@ -44,6 +44,9 @@ def _message_sizes(limit: int) -> Options:
 _CLIENT: Options = [
     ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 5000),
+    # What a ping that is not answered takes to end the connection. It is a minute by default, whatever the time-out of
+    # keepalive says.
+    ("grpc.http2.ping_timeout_ms", 5000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -62,6 +65,7 @@ SERVER_OPTIONS: Options = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 20000),
     ("grpc.keepalive_timeout_ms", 10000),
+    ("grpc.http2.ping_timeout_ms", 10000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.so_reuseport", 0),  # otherwise a second server takes the same port unnoticed

@@ -203,6 +203,8 @@ def test_network_when_nothing_listens_for_a_while_then_requests_end_soon_and_com
 
 
 def test_network_when_it_falls_silent_in_the_middle_then_the_load_is_given_up_in_time(network: Network) -> None:
+    for turn in range(4):  # every bulk channel stands: none of them says that the other side is gone
+        network.loaded(f"connected-{turn}")
     network.proxy.impairment = SLOW
     before = network.proxy.forwarded
     request = network.open(0, "silent")
@@ -210,7 +212,7 @@ def test_network_when_it_falls_silent_in_the_middle_then_the_load_is_given_up_in
     network.proxy.hold(True)
     began = time.monotonic()
     network.answered(0, request)
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 12.0
     network.proxy.cut()
     network.proxy.hold(False)
     network.cluster.assert_clean_ledgers()

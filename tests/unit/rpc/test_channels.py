@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rpc.channels import (
 from rpc.errors import BatonError, ErrorCode
 from rpc.server import GrpcServer
 from rpc.status import from_rpc_error
+from tests.integration.tcp_proxy import TcpProxy
 from tests.unit.rpc.waiting import until
 
 NATIVE = Path(cygrpc.__file__).read_bytes()
@@ -65,6 +67,8 @@ def test_options_have_the_documented_values() -> None:
     assert (server["grpc.keepalive_time_ms"], server["grpc.keepalive_timeout_ms"]) == (20000, 10000)
     assert (server["grpc.so_reuseport"], server["grpc.max_concurrent_streams"]) == (0, 4096)
     assert (client["grpc.keepalive_time_ms"], client["grpc.keepalive_timeout_ms"]) == (10000, 5000)
+    for options in (server, client, bulk):
+        assert options["grpc.http2.ping_timeout_ms"] == options["grpc.keepalive_timeout_ms"]
     assert (client["grpc.enable_retries"], client["grpc.enable_http_proxy"]) == (0, 0)
     assert "grpc.use_local_subchannel_pool" not in client
     assert bulk["grpc.use_local_subchannel_pool"] == 1
@@ -251,6 +255,40 @@ async def test_connection_that_breaks_under_a_call_is_8205() -> None:
     await asyncio.gather(*pumps, return_exceptions=True)
     front.close()
     await pool.close()
+    await server.stop(0)
+
+
+async def test_connection_that_falls_silent_is_given_up_after_the_time_of_keepalive() -> None:
+    """Nobody resets it and nothing comes: a partition, or a firewall that has forgotten the connection."""
+    started_, release = asyncio.Event(), asyncio.Event()
+
+    class Health(health_pb2_grpc.HealthServicer):
+        async def Check(self, request: Any, context: Any) -> Any:
+            started_.set()
+            await release.wait()
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
+    upstream = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    # The times of CLIENT_OPTIONS, a tenth as long; those that are not there are gRPC's.
+    scaled = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    options = [(key, int(value) // 10 if key in scaled else value) for key, value in CLIENT_OPTIONS]
+    with TcpProxy(("127.0.0.1", 0), ("127.0.0.1", upstream)) as proxy:
+        pool = ChannelPool(control_options=options)
+        connection = pool.connection(proxy.address)
+        call = asyncio.ensure_future(check(connection.channel, 30))
+        async with asyncio.timeout(5):
+            await started_.wait()
+        proxy.hold(True)
+        began = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert time.monotonic() - began < 6.0
+        error = from_rpc_error(caught.value, leg="decode", deadline_passed=False, was_ready=connection.was_ready())
+        assert error.code in (ErrorCode.CONNECTION_RESET_BY_PEER, ErrorCode.KEEP_ALIVE_TIMEOUT)
+        await pool.close()
+    release.set()
     await server.stop(0)
 
 
