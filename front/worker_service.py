@@ -66,6 +66,7 @@ def worker_info(facts: WorkerFacts, ready: EngineReady) -> worker_pb2.WorkerInfo
         allows_local_prefill=facts.allows_local_prefill,
         prefill_cuda_graph_init=ready.prefill_cuda_graph_init,
         attention_backend=ready.attention_backend,
+        keeps_to_grammars=ready.grammars,
         http_address=facts.http_address(),
     )
 

@@ -59,6 +59,7 @@ class WorkerFacts:
     version: str = ""
     attention_backend: str = ""
     http_address: str = ""
+    keeps_to_grammars: bool = False
 
     @classmethod
     def from_info(cls, info: worker_pb2.WorkerInfo) -> WorkerFacts:
@@ -100,6 +101,7 @@ class WorkerFacts:
             version=info.version,
             attention_backend=info.attention_backend,
             http_address=info.http_address,
+            keeps_to_grammars=info.keeps_to_grammars,
         )
 
 

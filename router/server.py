@@ -201,6 +201,7 @@ class RouterServer:
             "access_log": self.access_log.get_stats(),
             "log": log_stats(),
             "channels": self.pool.statistics(),
+            "grammars": self.grammars.statistics(),
         }
 
     def http_address(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from protos import common_pb2
 from router.requests import FinishReason, RouterRequest, Sampling
 from router.worker import Worker
+from rpc.grammar import not_offered
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -41,7 +42,13 @@ def sampling_params(sampling: Sampling, seed: int) -> common_pb2.SamplingParams:
 def generate_input(
     request: RouterRequest, key: str, sampling: common_pb2.SamplingParams, emitted: Sequence[int], worker: Worker
 ) -> common_pb2.GenerateInput:
-    """The request as `worker` gets it; `emitted` are the tokens that earlier attempts generated."""
+    """The request as `worker` gets it; `emitted` are the tokens that earlier attempts generated.
+
+    Raises INVALID_PARAMS for a request with a grammar and a server that does not say that it keeps to them: an older
+    one would pass over it.
+    """
+    if request.grammar is not None and not (worker.facts is not None and worker.facts.keeps_to_grammars):
+        raise not_offered()
     names = worker.facts.served_model_names if worker.facts is not None else ()
     # The router serves one model, whose name for clients may differ from the servers' own.
     model = request.model if request.model in names or not names else names[0]

@@ -226,5 +226,6 @@ class Worker:
                 "allows_local_prefill": facts.allows_local_prefill,
                 "attention_backend": facts.attention_backend,
                 "http_address": facts.http_address,
+                "keeps_to_grammars": facts.keeps_to_grammars,
             }
         return described

@@ -127,6 +127,14 @@ class GrammarAdmission:
                 ErrorCode(verdict.code), verdict.message, param=param, metadata=dict(verdict.metadata), stage="tokenize"
             )
 
+    def statistics(self) -> dict[str, object]:
+        """For `/server_info`."""
+        return {
+            "helpers": [{"pid": helper.pid, "starts": helper.starts} for helper in self.helpers],
+            "waiting": self._queue.qsize(),
+            "verdicts": len(self._verdicts),
+        }
+
     async def _wait(self, key: bytes, spec: GrammarSpec) -> Verdict:
         job = self._jobs.get(key)
         if job is None or job.answer.done():

@@ -34,6 +34,7 @@ INLINE_CHARS = 2048
 # encoded. The factor leaves room for normalizers that shorten text.
 SHRINK_FACTOR = 4
 
+
 class Tokenizer:
     """Text to token ids and back. Safe to use from several threads; `close()` ends its own.
 
