@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import rpc.async_log
-from rpc.async_log import AsyncLogHandler, Tally, replace_handlers
+from rpc.async_log import AsyncLogHandler, Tally, _Writer, replace_handlers
 from rpc.log_sinks import RotatingFile
 
 LIMIT_S = 10.0
@@ -268,7 +268,26 @@ def test_close_when_writing_or_flushing_raises_then_it_is_stopped_the_file_close
     assert conserved(handler, 3)["write_errors"] == (0 if broken == "flush" else 1)
 
 
-def test_line_between_check_and_enqueue_when_the_handler_is_closed_then_it_is_counted_and_not_lost() -> None:
+class Watched(_Writer):
+    """Does something just before it says that nobody writes any more."""
+
+    at_end: Callable[[], None] = staticmethod(lambda: None)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.__dict__.get("finished"))
+
+    @finished.setter
+    def finished(self, value: bool) -> None:
+        if value:
+            type(self).at_end()
+        self.__dict__["finished"] = value
+
+
+@pytest.mark.parametrize("moment", ["after the last look", "after the close"])
+def test_line_between_check_and_enqueue_when_the_handler_is_closed_then_it_is_counted_and_not_lost(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = Gate(open_=True)
     handler = make(sink)
     barrier = threading.Barrier(2)
@@ -280,21 +299,30 @@ def test_line_between_check_and_enqueue_when_the_handler_is_closed_then_it_is_co
         def popleft(self) -> bool:
             marked = places.popleft()
             barrier.wait(LIMIT_S)  # it has passed the check
-            barrier.wait(LIMIT_S)  # the handler is closed
+            barrier.wait(LIMIT_S)  # now it goes on
             return marked
 
         def extend(self, marks: Sequence[bool]) -> None:
             places.extend(marks)
 
+    def let_it_in() -> None:
+        barrier.wait(LIMIT_S)
+        thread.join(LIMIT_S)
+
     handler._writer.places = Held()  # type: ignore[assignment]
     thread = threading.Thread(target=put, args=(handler, "late"))
     thread.start()
     barrier.wait(LIMIT_S)
-    handler.close()
-    assert sink.closed == 1
-    barrier.wait(LIMIT_S)
-    thread.join(LIMIT_S)
-    assert sink.lines == []
+    if moment == "after the last look":
+        monkeypatch.setattr(Watched, "at_end", staticmethod(let_it_in))
+        handler._writer.__class__ = Watched
+        handler.close()
+    else:
+        handler.close()
+        assert sink.closed == 1
+        let_it_in()
+    assert not thread.is_alive()
+    assert (sink.lines, sink.closed) == ([], 1)
     stats = conserved(handler, 1)
     assert (stats["dropped_after_close"], stats["enqueued"]) == (1, 0)
 
