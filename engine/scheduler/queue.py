@@ -24,12 +24,6 @@ class RequestQueue:
             raise KeyError(request.key)
         del self._items[index]
 
-    def first(self) -> Request | None:
-        return self._items[0][1] if self._items else None
-
-    def last(self) -> Request | None:
-        return self._items[-1][1] if self._items else None
-
     def __iter__(self) -> Iterator[Request]:
         """In order, over what is here now: the queue may change meanwhile."""
         return iter([request for _, request in self._items])

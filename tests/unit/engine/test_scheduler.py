@@ -81,7 +81,7 @@ def test_seats_when_more_requests_come_than_there_are_then_the_rest_wait():
     for index in range(5):
         engine.add(str(index), PROMPT[index:], max_tokens=4)
     engine.step()
-    assert engine.scheduler.batcher.waiting.first().key in "234"
+    assert next(iter(engine.scheduler.batcher.waiting)).key in "234"
     engine.run()
     assert all(engine.tokens(str(index)) == continuation(PROMPT[index:], 4) for index in range(5))
     assert max(map(len, engine.plans)) == 2
