@@ -12,7 +12,7 @@ itself takes for a request stands beside them: it is what a router with a core o
 
 **Per RPC.** Everything that a server books for one RPC with all its stages, over and over in one thread.
 
-**Scrape.** `/metrics` of a router without open requests, and with a thousand.
+**Scrape.** `/metrics` of a router without open requests, and with many.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ def router(model: str, servers: EchoServers, folder: Path, name: str, flags: Seq
             time.sleep(0.05)
         yield RouterProcess(process, ready["http"], ready["grpc"])
     finally:
+        if process.stdout is not None:
+            process.stdout.close()
         process.terminate()
         try:
             process.wait(10)
@@ -254,7 +256,7 @@ def throughput_rows(rounds: Sequence[tuple[Turn, Turn]]) -> list[str]:
     return rows
 
 
-def page(model: str, rounds: int, requests: int, connections: int, tokens: int, calls: int) -> str:
+def page(model: str, rounds: int, requests: int, connections: int, tokens: int, calls: int, open_requests: int) -> str:
     with tempfile.TemporaryDirectory(prefix="baton-overhead-") as name, echo_servers() as servers:
         folder = Path(name)
         log = ("--access-log-path", str(folder / "access.log"))
@@ -264,12 +266,12 @@ def page(model: str, rounds: int, requests: int, connections: int, tokens: int, 
         ):
             turns = compare(on, off, rounds, requests, connections, tokens)
             idle, idle_bytes = asyncio.run(scrape(on, 0, 30))
-            busy, busy_bytes = asyncio.run(scrape(on, 1000, 30))
+            busy, busy_bytes = asyncio.run(scrape(on, open_requests, 30))
             servers.let_go()
         with (folder / "access.log").open("rb") as file:
             lines = sum(1 for _ in file)
     # The warm-up round counts too, and what was held ended as cancelled.
-    expected = (rounds + 1) * requests + 1000
+    expected = (rounds + 1) * requests + open_requests
     if lines != expected:
         raise SystemExit(f"the access log has {lines} lines for {expected} requests")
     booked, clock = microseconds(book_rpc, calls), microseconds(run_clock, calls)
@@ -290,7 +292,7 @@ def page(model: str, rounds: int, requests: int, connections: int, tokens: int, 
             "| scrape of the router | median ms | most ms | bytes |",
             "|---|---|---|---|",
             f"| no request open | {statistics.median(idle):.1f} | {max(idle):.1f} | {idle_bytes:,} |",
-            f"| 1,000 requests open | {statistics.median(busy):.1f} | {max(busy):.1f} | {busy_bytes:,} |",
+            f"| {open_requests:,} requests open | {statistics.median(busy):.1f} | {max(busy):.1f} | {busy_bytes:,} |",
         ]
     )
 
@@ -303,8 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30, help="default 30")
     parser.add_argument("--requests", type=int, default=300, help="of each router in a round (default 300)")
     parser.add_argument("--connections", type=int, default=16, help="default 16")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer (default 32)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer (default 64)")
     parser.add_argument("--calls", type=int, default=100_000, help="for the time per RPC (default 100000)")
+    parser.add_argument("--held", type=int, default=1000, help="requests open at the second scrape (default 1000)")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2 or arguments.requests < 1 or arguments.connections < 1 or arguments.calls < 10:
         parser.error("--rounds must be 2 or more, --requests and --connections 1 or more, --calls 10 or more")
@@ -313,7 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from cli.model_prepare import prepare_model
 
         model = str(prepare_model(None, None, progress=False))
-    print(page(model, arguments.rounds, arguments.requests, arguments.connections, arguments.tokens, arguments.calls))
+    sizes = (arguments.requests, arguments.connections, arguments.tokens, arguments.calls, arguments.held)
+    print(page(model, arguments.rounds, *sizes))
     return 0
 
 

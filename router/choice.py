@@ -54,6 +54,8 @@ class Chooser:
         rng = rng if rng is not None else random.Random()
         self._registry = registry
         self._metrics = metrics
+        self._decisions = metrics.counters("baton_router_decisions_total", "role", "policy", "result")
+        self._decision_seconds = metrics.histograms("baton_router_decision_seconds", "role", "policy")
         self._policies: dict[Role, Policy] = {
             "prefill": make_policy(prefill_policy, rng),
             "decode": make_policy(decode_policy, rng),
@@ -153,8 +155,8 @@ class Chooser:
             if role not in pins:
                 result = "fallback"
         worker = usable[policy.choose(usable)]
-        self._metrics.observe("baton_router_decision_seconds", self._clock() - began, role=role, policy=policy.name)
-        self._metrics.inc("baton_router_decisions_total", role=role, policy=policy.name, result=result)
+        self._decision_seconds[role, policy.name].observe(self._clock() - began)
+        self._decisions[role, policy.name, result].inc()
         return worker
 
     def _none(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> BatonError:

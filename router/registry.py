@@ -33,6 +33,7 @@ from router.settings import split_address
 from router.worker import STATES, Worker
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
+from rpc.metrics import GaugeSeries
 from rpc.metrics import Registry as Metrics
 from rpc.status import from_rpc_error
 from rpc.version import PROTOCOL_VERSION
@@ -97,6 +98,7 @@ class WorkerRegistry:
         self._rng = rng if rng is not None else random.Random()
         self._clock = clock
         self._workers: dict[tuple[Role, str], Worker] = {}
+        self._inflight: dict[Worker, GaugeSeries] = {}
         self._order = 0
         self._group: asyncio.TaskGroup | None = None
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
@@ -150,7 +152,7 @@ class WorkerRegistry:
         self._order += 1
         self._workers[role, address] = worker
         self._metrics.set("baton_breaker_state", 0, role=role, worker=address)
-        self._metrics.set("baton_router_worker_inflight", 0, role=role, worker=address)
+        self._show_inflight(worker)
         self._refresh()
         if self._group is not None:
             self._watch_over(worker)
@@ -166,7 +168,11 @@ class WorkerRegistry:
             if task is not None:
                 task.cancel()
         self._fits = {pair: found for pair, found in self._fits.items() if worker not in pair}
+        self._inflight.pop(worker, None)
         self._metrics.remove_worker(address)
+        for other in self._workers.values():
+            if other.address == address:  # in the other role
+                self._show_inflight(other)
         self.pool.evict(address)
         self._refresh()
         return True
@@ -459,9 +465,16 @@ class WorkerRegistry:
         for state in STATES:
             self._metrics.set("baton_router_workers", states.count(state), role=role, state=state)
 
+    def _show_inflight(self, worker: Worker) -> None:
+        labels = {"role": worker.role, "worker": worker.address}
+        series = self._metrics.series("baton_router_worker_inflight", labels)
+        assert isinstance(series, GaugeSeries)
+        series.set(worker.inflight)
+        self._inflight[worker] = series
+
     def _inflight_changed(self, worker: Worker) -> None:
         if not worker.removed:
-            self._metrics.set("baton_router_worker_inflight", worker.inflight, role=worker.role, worker=worker.address)
+            self._inflight[worker].set(worker.inflight)
 
     def _breaker_changed(self, worker: Worker, state: BreakerState) -> None:
         if worker.removed:

@@ -90,7 +90,7 @@ class RouterServer:
             disagg_min_prompt_tokens=settings.disagg_min_prompt_tokens,
             allow_pins=settings.allow_pins,
         )
-        self.work = OpenWork(self._open_changed)
+        self.work = OpenWork()
         self.open_requests = OpenRequests(
             self.metrics,
             request_timeout_s=settings.request_timeout_secs,
@@ -216,9 +216,8 @@ class RouterServer:
 
     def _before_scrape(self) -> None:
         self.metrics.set("baton_ready", 0 if self._not_ready() else 1)
-
-    def _open_changed(self, count: int) -> None:
-        self.metrics.set("baton_drain_remaining_requests", count if self.lifecycle.stopping.is_set() else 0)
+        remaining = self.work.count if self.lifecycle.stopping.is_set() else 0
+        self.metrics.set("baton_drain_remaining_requests", remaining)
 
     def log_dropped(self) -> None:
         """A log line had no room in its writer's queue. May be called from any thread."""
@@ -286,7 +285,6 @@ class RouterServer:
 
         async def begin() -> None:
             self.orchestrator.drain()
-            self._open_changed(self.work.count)
             await self.grpc.set_serving(False)
 
         async def refuse() -> None:

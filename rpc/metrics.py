@@ -12,7 +12,7 @@ import platform
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 
@@ -38,6 +38,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_WORKERS = 256
 OTHER = "other"
 
+S = TypeVar("S", bound=Series)
+
 _log = logging.getLogger(__name__)
 
 
@@ -53,31 +55,18 @@ class ObservationLike(Protocol):
     def value(self) -> float: ...
 
 
-class CounterFamily(dict[tuple[str, ...], CounterSeries]):
-    """Series of a counter by the values of its labels, in the order of `names`; each is found once. For figures that
+class Found(dict[tuple[str, ...], S]):
+    """Series of one family by the values of its labels, in the order of `names`; each is found once. For figures that
     every request books, and of families whose series are never removed."""
 
-    def __init__(self, registry: Registry, name: str, names: tuple[str, ...]) -> None:
+    def __init__(self, registry: Registry, name: str, names: tuple[str, ...], kind: type[S]) -> None:
         super().__init__()
-        self._registry, self._name, self._names = registry, name, names
+        self._registry, self._name, self._names, self._kind = registry, name, names, kind
 
-    def __missing__(self, values: tuple[str, ...]) -> CounterSeries:
+    def __missing__(self, values: tuple[str, ...]) -> S:
         found = self._registry.series(self._name, dict(zip(self._names, values, strict=True)))
-        assert isinstance(found, CounterSeries), self._name
-        self[values] = found
-        return found
-
-
-class HistogramFamily(dict[tuple[str, ...], HistogramSeries]):
-    """The same of a histogram."""
-
-    def __init__(self, registry: Registry, name: str, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self._registry, self._name, self._names = registry, name, names
-
-    def __missing__(self, values: tuple[str, ...]) -> HistogramSeries:
-        found = self._registry.series(self._name, dict(zip(self._names, values, strict=True)))
-        assert isinstance(found, HistogramSeries), self._name
+        if not isinstance(found, self._kind):
+            raise KeyError(f"{self._name} is no {self._kind.__name__}")
         self[values] = found
         return found
 
@@ -183,11 +172,14 @@ class Registry:
                 self._given[given] = found
         return found
 
-    def counters(self, name: str, *labels: str) -> CounterFamily:
-        return CounterFamily(self, name, labels)
+    def counters(self, name: str, *labels: str) -> Found[CounterSeries]:
+        return Found(self, name, labels, CounterSeries)
 
-    def histograms(self, name: str, *labels: str) -> HistogramFamily:
-        return HistogramFamily(self, name, labels)
+    def gauges(self, name: str, *labels: str) -> Found[GaugeSeries]:
+        return Found(self, name, labels, GaugeSeries)
+
+    def histograms(self, name: str, *labels: str) -> Found[HistogramSeries]:
+        return Found(self, name, labels, HistogramSeries)
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter (>= 0) or a gauge."""
@@ -319,16 +311,30 @@ class _UncountedCounter(CounterSeries):
         pass
 
 
+class _UncountedGauge(GaugeSeries):
+    def set(self, value: float) -> None:
+        pass
+
+    def inc(self, value: float = 1) -> None:
+        pass
+
+    def dec(self, value: float = 1) -> None:
+        pass
+
+
 class _UncountedRegistry(Registry):
     """Declares its families; what they are told goes nowhere."""
 
     def __init__(self, role: Role, *, colocated: bool = False) -> None:
-        self._no_histogram = _UncountedHistogram("baton_nothing", {}, ())
-        self._no_counter = _UncountedCounter("baton_nothing_total", {})
+        self._nothing: dict[str, Series] = {
+            "counter": _UncountedCounter("", {}),
+            "gauge": _UncountedGauge("", {}),
+            "histogram": _UncountedHistogram("", {}, ()),
+        }
         super().__init__(role, colocated=colocated)
 
     def series(self, name: str, labels: Mapping[str, str]) -> Series:
-        return self._no_histogram if self.families[name].kind == "histogram" else self._no_counter
+        return self._nothing[self.families[name].kind]
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         pass

@@ -51,7 +51,9 @@ class RequestScope:
         self._app = app
         self._posts = posts
         self._paths = paths
-        self._metrics = metrics
+        self._inflight = metrics.gauges("baton_http_inflight_requests", "route")
+        self._requests = metrics.counters("baton_http_requests_total", "route", "method", "status")
+        self._seconds = metrics.histograms("baton_http_request_duration_seconds", "route", "method")
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +80,9 @@ class RequestScope:
                 message = {**message, "headers": headers}
             await send(message)
 
-        with self._metrics.track("baton_http_inflight_requests", route=route):
+        inflight = self._inflight[(route,)]
+        inflight.inc()
+        try:
             try:
                 await self._answer(scope, receive, send_with_id, path)
             except ClientGone:
@@ -92,9 +96,10 @@ class RequestScope:
                     raise
                 await error_response(internal_error(), state["request_id"])(scope, receive, send_with_id)
             finally:
-                self._metrics.inc("baton_http_requests_total", route=route, method=method, status=str(status))
-                seconds = time.monotonic() - began
-                self._metrics.observe("baton_http_request_duration_seconds", seconds, route=route, method=method)
+                self._requests[route, method, str(status)].inc()
+                self._seconds[route, method].observe(time.monotonic() - began)
+        finally:
+            inflight.dec()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
         headers = Headers(scope=scope)

@@ -31,7 +31,6 @@ WAITING = {
         "spec_step_seconds",
     ),
     "sparse attention": ("sparse_path_info", "sparse_fallbacks_total", "sparse_aborted_forwards_total"),
-    "tensor parallelism": ("load_rank_seconds",),
 }
 
 
