@@ -25,7 +25,7 @@ from tests.integration.virtual_host import ROOT, Host, unavailable
 from tests.unit.engine.tiny_models import tiny_model
 
 DEPLOY = ROOT / "deploy"
-START_LIMIT_S = 60.0
+START_LIMIT_S = 100.0
 STOP_LIMIT_S = 20.0
 TOKENS = 12
 SERVERS = {"prefill-0": 9101, "prefill-1": 9101, "decode-0": 9102, "decode-1": 9102}

@@ -46,6 +46,7 @@ MISTAKES = {
 WRONG = (AssertionError, TimeoutError, RuntimeError, ComposeError, BatonError, grpc.RpcError, httpx.HTTPError)
 
 pytestmark = [
+    pytest.mark.timeout(6 * LIMIT_S + 120),
     pytest.mark.skipif("BATON_COMPOSE_MUTATIONS" not in os.environ, reason="takes minutes: BATON_COMPOSE_MUTATIONS=1"),
     pytest.mark.skipif(bool(unavailable()), reason=f"network namespaces: {unavailable()}"),
 ]
