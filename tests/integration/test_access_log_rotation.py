@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -95,6 +96,8 @@ def test_sighup_when_files_are_rotated_under_load_then_each_request_has_one_line
     with Load(cluster.router, "hup") as load:
         for number in range(3):
             load.wait(8)
+            for server in cluster.servers:
+                os.kill(server.engine_pid, signal.SIGHUP)  # as `kill -HUP` of a whole group does
             for role, process in processes.items():
                 (logs / f"{role}.log").rename(logs / f"{role}.{number}")
                 process.signal(signal.SIGHUP)
