@@ -44,7 +44,7 @@ def open_tracer(endpoint: str, ratio: float, *, service: str, role: str) -> Trac
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise TracingUnavailable(
-            "needs packages that are not installed; install them with pip install 'baton[tracing]'"
+            "needs packages that are not installed; install Baton with its extra tracing (pip install '.[tracing]')"
         ) from error
     exporter = OTLPSpanExporter(
         endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=DELIVERY_LIMIT_S, headers=None

@@ -164,7 +164,7 @@ def test_tracing_when_its_packages_are_missing_then_the_start_ends_with_a_line_t
         settings.open_tracer("decode")
     assert str(caught.value) == (
         "decode_server: error: --otlp-traces-endpoint needs packages that are not installed; "
-        "install them with pip install 'baton[tracing]'"
+        "install Baton with its extra tracing (pip install '.[tracing]')"
     )
 
 
