@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from router.answer import AnswerRequest, ChoiceText
 from router.http.schemas import ChatBody
+from router.open_requests import OpenRequests
+from router.requests import ModelFacts, Token
 from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 from router.tools.formats import FORMATS, format_of, tool_grammar
 from router.tools.parsing import ToolCallParser, parse
 from router.tools.request import ToolRequest, read_tools
+from router.validation import GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar_compiler import GrammarCompiler
+from rpc.metrics import Registry
 from rpc.vocabulary import Vocabulary
+from tests.unit.router import tokenizer_folders
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 USER = {"role": "user", "content": "Weather in Paris?"}
@@ -141,6 +149,36 @@ def test_template_when_it_knows_no_tools_then_they_and_the_calls_stand_in_the_te
 )
 def test_format_when_a_template_shows_one_then_it_is_found(template: str, name: str) -> None:
     assert format_of(template).name == name
+
+
+def test_marker_when_it_is_a_special_token_then_it_is_shown_where_calls_may_come_and_only_there() -> None:
+    backend = tokenizer_folders.byte_level()
+    backend.add_special_tokens(["[TOOL_CALLS]", "<|other|>"])
+    tokenizer = Tokenizer(backend, {"eos_token": "<|im_end|>"})
+    try:
+        template = ChatTemplate("{{ tools }} [TOOL_CALLS]", source="test", special_tokens={})
+        facts = ModelFacts(("tiny",), "", vocab_size=tokenizer.vocab_size, eos_token_ids=(0,))
+        validator = RequestValidator(tokenizer, template, lambda: facts)
+        assert validator.tool_format.name == "mistral"
+        ids = tokenizer.encode("a[TOOL_CALLS][]<|other|>b", add_special_tokens=False)
+        assert len(set(ids) & tokenizer.special_ids) == 2
+        for fields, shown in (({"tools": [tool()]}, "a[TOOL_CALLS][]b"), ({}, "a[]b")):
+            params = ChatBody.parse({"messages": [USER], **fields}).params()
+            request = answer_request(validator, params)
+            text = ChoiceText(tokenizer, request, 0)
+            assert text.push(0, [Token(index, token) for index, token in enumerate(ids)]).text == shown
+    finally:
+        tokenizer.close()
+
+
+def answer_request(validator: RequestValidator, params: GenerationParams) -> AnswerRequest:
+    metrics = Registry("router")
+    opened = OpenRequests(metrics, request_timeout_s=60, served_names=lambda: ("tiny",))
+    with opened.open("r", api="chat", model="tiny", stream=False) as owner:
+        validator.check(params)
+        request = asyncio.run(validator.prepare(params, owner))
+        owner.finish("stop")
+    return request
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------
