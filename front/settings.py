@@ -153,7 +153,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         role=role,
         model=str(Path(settings.model).resolve()),
         served_model_name=settings.served_names[0],
-        grammars=grammar_enabled(settings.grammar_backend),
+        grammars=grammar_enabled(settings.grammar_backend, Path(settings.model)),
         dtype=settings.dtype,
         load_format=settings.load_format,
         attention_backend=settings.attention_backend,

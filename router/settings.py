@@ -145,7 +145,7 @@ class RouterSettings(CommonSettings):
     @property
     def grammars(self) -> GrammarSettings:
         return GrammarSettings(
-            enabled=grammar_enabled(self.grammar_backend),
+            enabled=grammar_enabled(self.grammar_backend, self.model_folder),
             folder=str(self.model_folder.resolve()),
             queue_timeout_s=self.grammar_queue_timeout_seconds,
             compile_timeout_s=self.grammar_compile_timeout_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -34,9 +35,12 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-def grammar_enabled(backend: GrammarBackend) -> bool:
-    """Whether structured output is on; whether it then works is seen when the library is loaded."""
-    return backend == "xgrammar" or (backend == "auto" and xgrammar_installed())
+def grammar_enabled(backend: GrammarBackend, folder: Path) -> bool:
+    """Whether structured output is on for the model in `folder`; whether it then works is seen when the library is
+    loaded. `auto` needs the package and a tokenizer, which servers can do without."""
+    return backend == "xgrammar" or (
+        backend == "auto" and (folder / "tokenizer.json").is_file() and xgrammar_installed()
+    )
 
 
 def not_offered(param: str | None = None) -> BatonError:
