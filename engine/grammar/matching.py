@@ -48,10 +48,18 @@ class GrammarMatching:
         return self._terminated
 
     def begin(self, compiled: Any, outputs: Sequence[int]) -> BatonError | None:
-        """Starts with a compiled grammar, behind tokens that were generated already. Answers why that cannot be."""
+        """Starts with a compiled grammar, behind tokens that were generated already. Answers why that cannot be:
+        GRAMMAR_BITMASK_BUFFER_TOO_SMALL for one of a larger vocabulary, or what `commit` does."""
         try:
+            needed = mask_words(compiled.tokenizer_info.vocab_size)
+            if needed > self._mask.size:
+                return BatonError(
+                    ErrorCode.GRAMMAR_BITMASK_BUFFER_TOO_SMALL,
+                    "the grammar was compiled for a larger vocabulary than the model's",
+                    metadata={"words": str(self._mask.size), "needed": str(needed)},
+                )
             self._matcher = self._compiler.library.GrammarMatcher(compiled)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             return _exception(error)
         for token in outputs:
             error = self.commit(token)
@@ -78,7 +86,7 @@ class GrammarMatching:
         try:
             accepted = self._matcher.accept_token(token)
             terminated = accepted and self._matcher.is_terminated()
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever it is, it concerns this request alone
             self._error = _exception(error)
             return self._error
         if not accepted:
@@ -100,7 +108,7 @@ class GrammarMatching:
             try:
                 self._masks = bool(self._matcher.fill_next_token_bitmask(self._mask, 0))
                 return
-            except (RuntimeError, ValueError) as error:
+            except Exception as error:
                 self._error = _exception(error)
         # At the end, and where the matcher cannot be trusted, nothing but an end of sequence.
         self._masks = True

@@ -99,6 +99,23 @@ def test_fill_when_nothing_was_committed_then_the_mask_is_not_made_again(compile
     assert allowed(found) == set(b"abc")
 
 
+def test_begin_when_the_grammar_is_of_a_larger_vocabulary_then_610(compiler: GrammarCompiler) -> None:
+    larger = GrammarCompiler(BYTES, vocab_size=VOCAB + 64, stop_token_ids=(EOS,), cache_bytes=1 << 20)
+    error = GrammarMatching(compiler).begin(larger.compile(REGEX), [])
+    assert error is not None and error.code is ErrorCode.GRAMMAR_BITMASK_BUFFER_TOO_SMALL
+
+
+def test_mask_when_the_matcher_fails_then_only_an_end_is_allowed_and_nothing_is_taken(
+    compiler: GrammarCompiler,
+) -> None:
+    found = matching(compiler)
+    found._matcher = object()  # has none of a matcher's methods
+    assert allowed(found) == {EOS}
+    for token in (EOS, ord("a")):
+        error = found.commit(token)
+        assert error is not None and error.code is ErrorCode.GRAMMAR_VERIFY_EXCEPTION
+
+
 def test_mask_when_every_token_is_allowed_then_there_is_none() -> None:
     letters = Vocabulary((b"a", b"b"), frozenset())
     small = GrammarCompiler(letters, vocab_size=2, stop_token_ids=(), cache_bytes=1 << 20)
