@@ -138,7 +138,8 @@ def _ref(name: str) -> Schema:
 def _content(schema: Schema, *, stream: bool = False) -> Schema:
     content: Schema = {JSON: {"schema": schema}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event = _object(("data",), data={"type": "string", "description": "a chunk as JSON, or [DONE]"})
+        content["text/event-stream"] = {"schema": {"description": "each event of the stream", **event}}
     return content
 
 
