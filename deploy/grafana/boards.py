@@ -535,6 +535,11 @@ ROUTER = Board(
                       "Before a server was chosen."),
                 Panel("Requests ended before their time", "reqps",
                       _counted(f"baton_aborts_total{{{_router}}}", "leg, source"), "By leg and by who asked for it."),
+                Panel("Structured output", "short",
+                      _gauge(f"baton_grammar_validator_available{{{_PLACE}}}", "role, instance", "min"),
+                      "1 where grammars can be admitted. The router and the decode servers must agree."),
+                Panel("Compiling grammars", "s", _quantiles("baton_grammar_compile_seconds", _PLACE, ""),
+                      "At admission; known grammars are not compiled again."),
             ),
         ),
         Row(

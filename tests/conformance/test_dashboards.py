@@ -236,6 +236,7 @@ QUIET = {
     "nothing is held, quarantined or late when it is asked for": {
         ("kv_ledger", "Oldest hold"), ("kv_transfer", "Quarantine"), ("kv_ledger", "Tombstone hits"),
     },
+    "nobody asks for a grammar": {("router", "Compiling grammars")},
     "there is no GPU": {
         ("cuda_graphs", title) for title in (
             "Share of replayed prompts", "Replays by bucket", "Padding share", "Share of replayed steps", "Padding",
@@ -460,10 +461,12 @@ def test_counts_when_compared_then_tokens_and_attempts_agree(reconciled: Reconci
     lines = {str(line["request_id"]) for line in reconciled.lines["router"] if line["code"] == "NONE_ERROR"}
     assert again == sum(one.request_id in ("refused", "moved") for one in seen)
     assert {"refused", "moved"} <= lines
+    # Before the first token a failed attempt is retried, after it the request migrates; which of the two is a race.
     retried = grew("router", "baton_retries_total", "role", "code")
-    assert retried.total() == sum(one.request_id == "refused" for one in seen)
-    moved = sum(one.request_id == "moved" for one in seen)
-    assert grew("router", "baton_migrations_total", "result") == Counter({("ok",): moved})
+    moved = grew("router", "baton_migrations_total", "result")
+    assert retried[("prefill", "MALLOC_FAILED")] == sum(one.request_id == "refused" for one in seen)
+    assert retried.total() + moved.total() == again
+    assert set(moved) <= {("ok",)}
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ async def test_generate_when_the_bytes_are_no_message_then_604(raw):
         name = ErrorCode.ERROR_GENERATE_CONFIG_FORMAT.name
         async with asyncio.timeout(5):  # a call is booked when it has ended here, its status may be there before
             labels = {"method": f"{SERVICE}/Generate", "code": name}
-            while api.cluster.metrics.value("baton_rpc_requests_total", **labels) != 1:
+            while api.cluster.metrics.value("baton_rpc_requests_total", **labels) != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
 
