@@ -43,7 +43,6 @@ class HelperReady(msgspec.Struct, frozen=True):
     """The first answer; `problem` is set when the helper cannot work, and is all that it says."""
 
     problem: str = ""
-    modules: int = 0  # how many are loaded
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,7 +85,7 @@ def main() -> int:
     compiler, problem = _compiler(config)
     if compiler is not None:
         _confine()
-    _send(out, HelperReady(problem, len(sys.modules)))
+    _send(out, HelperReady(problem))
     if compiler is None:
         return 1
     decoder = msgspec.msgpack.Decoder(GrammarSpec)
