@@ -68,6 +68,43 @@ def test_m1_m2_latencies_when_chunks_are_written_then_sums_and_counts_are_exact(
     assert value("baton_cached_prompt_tokens_total", model_name="tiny") == 0  # a measured 0
 
 
+def test_m1_latencies_when_each_part_takes_its_time_then_sum_count_and_bucket_are_exact():
+    """Queue 30 ms, prefill 120 ms, 40 ms a token; nearly, for the sums to be exact: 1/32, 1/8 and 3/64 s."""
+    table, clock, metrics, _ = make()
+    queue, prefill, gap, tokens = 1 / 32, 1 / 8, 3 / 64, 9
+    for _ in range(2):
+        with table.open("a", api="chat", model="tiny", stream=True) as request:
+            request.path, request.prompt_tokens = "pd", 30
+            for stage, seconds in (("validate", 0.0), ("tokenize", 0.0), ("queue", queue), ("choose", 0.0)):
+                with in_stage(request.clock):
+                    assert request.clock.stage == stage
+                    clock.now += seconds
+            with in_stage(request.clock):
+                clock.now += prefill
+                request.tokens_written(1)
+            with in_stage(request.clock):
+                for _ in range(tokens - 1):
+                    clock.now += gap
+                    request.tokens_written(1)
+                request.finish("length")
+    figures = {
+        "time_to_first_token": (2, 2 * (queue + prefill), ("0.1", "0.25")),
+        "inter_token_latency": (2 * (tokens - 1), 2 * (tokens - 1) * gap, ("0.04", "0.05")),
+        "time_per_output_token": (2, 2 * gap, ("0.04", "0.05")),
+        "e2e_request_latency": (2, 2 * (queue + prefill + (tokens - 1) * gap), ("0.5", "1.0")),
+    }
+    for name, (count, total, (below, upper)) in figures.items():
+        family = f"baton_{name}_seconds"
+        assert metrics.value(f"{family}_count", **LABELS) == count, name
+        assert metrics.value(f"{family}_sum", **LABELS) == total, name
+        assert metrics.value(f"{family}_bucket", le=below, **LABELS) == 0, name
+        assert metrics.value(f"{family}_bucket", le=upper, **LABELS) == count, name
+    stages = {"validate": 0.0, "queue": queue, "first_token": prefill, "stream": (tokens - 1) * gap}
+    for stage, seconds in stages.items():
+        assert metrics.value("baton_stage_seconds_sum", stage=stage) == 2 * seconds, stage
+        assert metrics.value("baton_stage_seconds_count", stage=stage) == 2, stage
+
+
 def test_open_when_the_body_raises_then_the_request_failed_with_it():
     table, _, metrics, lines = make()
     with pytest.raises(BatonError), table.open("a", api="completions", model="tiny"):
