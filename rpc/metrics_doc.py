@@ -20,6 +20,8 @@ What did not happen is absent: a counter or histogram makes a series with its fi
 is not 0. `# HELP` and `# TYPE` of every family are there from the start. Units are base units and stand in
 the names.
 
+Dashboards and alerts that use them are described in [operations](operations.md#dashboards-and-alerts).
+
 Families of prefill and decode servers, and those that all processes share, carry `role`, the exporting
 process's own. In families of the router alone, `role` is that of the server in question.
 
