@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import grpc
 import httpx
-import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
@@ -89,12 +88,13 @@ async def cluster(tmp_path) -> AsyncIterator[tuple[Running, httpx.AsyncClient, d
 
 async def test_failure_when_no_server_of_ours_would_end_a_call_so_then_its_code_is_typed_and_clean(tmp_path):
     async with cluster(tmp_path) as (_, client, servers):
+
+        def fail():
+            raise failure
+
         for case in CASES:
             for role, expected in (("prefill", case.prefill), ("decode", case.decode)):
                 failure = RawFailure(case.status, case.payload, FOREIGN)
-
-                def fail(failure=failure):
-                    raise failure
 
                 servers[role].at = {"start": fail}
                 response = await client.post("/v1/completions", json=BODY)
@@ -106,6 +106,17 @@ async def test_failure_when_no_server_of_ours_would_end_a_call_so_then_its_code_
                     assert foreign not in refusal.message, where
                 await answers(client, "/ready", 200)  # a connection in doubt is looked at
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        # After the first token: in the stream, and nothing of theirs in it either.
+        for payload in (None, b"\xff"):
+            failure = RawFailure(S.INTERNAL, payload, FOREIGN)
+            servers["decode"].at = {"token:2": fail}
+            async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+                text = (await response.aread()).decode()
+            servers["decode"].at = {}
+            assert response.status_code == 200
+            assert '"code":"REMOTE_GENERATE_FAILED","baton_code":8209' in text
+            assert text.endswith("data: [DONE]\n\n")
+            assert "10.1.2.3" not in text
         metrics = (await client.get("/metrics")).text
         breaches = [line for line in metrics.splitlines() if line.startswith("baton_contract_breaches_total{")]
         assert len(breaches) == 1 and 'kind="unknown_code"' in breaches[0]
@@ -130,21 +141,3 @@ async def test_peer_when_it_speaks_another_version_of_the_protocol_then_it_is_re
             await servers["decode"].restart()
             await until_ready(client)
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-
-
-@pytest.mark.parametrize("payload", [None, b"\xff"])
-async def test_stream_when_it_breaks_off_after_its_first_token_without_details_then_it_ends_with_a_typed_event(
-    tmp_path, payload
-):
-    async with cluster(tmp_path) as (_, client, servers):
-
-        def fail():
-            raise RawFailure(S.INTERNAL, payload, FOREIGN)
-
-        servers["decode"].at = {"token:2": fail}
-        async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
-            text = (await response.aread()).decode()
-        assert response.status_code == 200
-        assert '"code":"REMOTE_GENERATE_FAILED","baton_code":8209' in text
-        assert text.endswith("data: [DONE]\n\n")
-        assert "10.1.2.3" not in text
