@@ -24,6 +24,7 @@ from router.tools.request import ToolRequest
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import not_offered
 from rpc.input_embeddings import InputEmbedding, check_input_embeddings
+from rpc.vocabulary import TOOL_MARKERS
 
 # The header, or metadata, by which a client forbids to spread its request over two servers.
 SINGLE_SERVER_KEY = "x-baton-single-server"
@@ -223,9 +224,7 @@ class RequestValidator:
         self.template = template
         self.tool_format = tool_format or format_of(template.text if template is not None else "")
         self._markers = frozenset(
-            token_id
-            for token_id in tokenizer.special_ids
-            if tokenizer.id_to_token(token_id) in self.tool_format.markers
+            token_id for token_id in tokenizer.special_ids if tokenizer.id_to_token(token_id) in TOOL_MARKERS
         )
         self.model = model
 
@@ -306,7 +305,7 @@ class RequestValidator:
             drawn_seed=self._seeds.getrandbits(64),
             log_content=self.log_content,
             tool_format=None if params.tools is None else self.tool_format,
-            shown_special_ids=frozenset() if params.tools is None else self._markers,
+            shown_special_ids=self._markers if params.tools is not None or params.grammar is not None else frozenset(),
         )
 
     async def encode(

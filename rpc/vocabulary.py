@@ -18,13 +18,17 @@ from tokenizers import Tokenizer as Backend
 from rpc.errors import BatonError, ErrorCode
 from rpc.token_bytes import byte_rule
 
+# What marks tool calls in the text of an answer. Some tokenizers call these tokens special, but whoever reads the calls
+# needs them as text.
+TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
+
 _NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`pieces[id]` are the bytes that a token adds to the text; none for a special token, which adds no text, and for
-    an id without a token."""
+    """`pieces[id]` are the bytes that a token adds to the text; none for a special token, which adds no text unless it
+    marks tool calls, and for an id without a token."""
 
     pieces: tuple[bytes, ...]
     special_ids: frozenset[int]
@@ -46,8 +50,11 @@ class Vocabulary:
         special = special_ids(backend)
         pieces = []
         for token_id in range(vocabulary_size(backend)):
-            token = None if token_id in special else backend.id_to_token(token_id)
-            pieces.append(b"" if token is None else rule.piece(token))
+            token = backend.id_to_token(token_id)
+            if token is None or (token_id in special and token not in TOOL_MARKERS):
+                pieces.append(b"")
+            else:
+                pieces.append(rule.piece(token))
         return cls(tuple(pieces), special)
 
 

@@ -17,28 +17,25 @@ from router.tools.request import Tool, ToolRequest
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec
 from rpc.json_schema_support import UnsupportedSchema, check_schema
+from rpc.vocabulary import TOOL_MARKERS
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
 
-HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-MISTRAL_BEGIN = "[TOOL_CALLS]"
+HERMES_BEGIN, HERMES_END, PYTHON_TAG, MISTRAL_BEGIN = TOOL_MARKERS
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One of the forms. `markers` are the tokens of the vocabulary that belong to the form and must not be taken for
-    special ones, which add no text."""
+    """One of the forms."""
 
     name: FormatName
     arguments_key: str
-    markers: tuple[str, ...]
 
 
 FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat("hermes", "arguments", (HERMES_BEGIN, HERMES_END)),
-    "llama3_json": ToolFormat("llama3_json", "parameters", (PYTHON_TAG,)),
-    "mistral": ToolFormat("mistral", "arguments", (MISTRAL_BEGIN,)),
+    "hermes": ToolFormat("hermes", "arguments"),
+    "llama3_json": ToolFormat("llama3_json", "parameters"),
+    "mistral": ToolFormat("mistral", "arguments"),
 }
 
 

@@ -335,7 +335,7 @@ class ToolCallParser:
         found.content += text
 
 
-_NO_CALLS = ToolFormat("llama3_json", "", ())
+_NO_CALLS = ToolFormat("llama3_json", "")
 
 
 def _overlap(text: str, marker: str) -> int:

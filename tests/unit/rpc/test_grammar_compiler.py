@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarKind, GrammarSpec, choice_grammar
 from rpc.grammar_compiler import GrammarCompiler
-from rpc.vocabulary import Vocabulary
+from rpc.vocabulary import Vocabulary, load_backend
 from tests.unit.engine.tiny_models import tiny_model
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -117,3 +118,13 @@ def test_vocabulary_when_read_from_a_folder_then_specials_add_nothing_and_the_re
     assert len(vocabulary.special_ids) == 2
     single = {piece for piece in vocabulary.pieces if len(piece) == 1}
     assert single == {bytes([value]) for value in range(256)}
+
+
+def test_vocabulary_when_a_special_token_marks_tool_calls_then_it_is_text(tmp_path: Path) -> None:
+    backend = load_backend(tiny_model("llama"))
+    backend.add_special_tokens(["[TOOL_CALLS]", "<|other|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Vocabulary.load(tmp_path)
+    pieces = {token: vocabulary.pieces[backend.token_to_id(token)] for token in ("[TOOL_CALLS]", "<|other|>")}
+    assert pieces == {"[TOOL_CALLS]": b"[TOOL_CALLS]", "<|other|>": b""}
+    assert backend.token_to_id("[TOOL_CALLS]") in vocabulary.special_ids
