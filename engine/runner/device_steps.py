@@ -325,6 +325,7 @@ class DeviceSteps:
             graph = graphs.refresh(inputs, decision.size)
         except Exception as error:
             self._log_failure("a decode graph could not be prepared; the step runs eagerly", error)
+            self.inputs.forget_tables()  # those that were staged, the graph would have spread
             return self.inputs.decode(batch), DecodeDecision(DecodeGraphStatus.ERROR)
         graphs.replay(graph)
         return inputs, decision

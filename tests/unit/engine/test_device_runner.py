@@ -191,19 +191,25 @@ def test_decode_graph_when_preparing_it_fails_then_the_step_runs_eagerly_and_the
     expected = runner.execute(batch)
     assert expected.decode_status == DecodeGraphStatus.REPLAYED
 
+    moved = StepBatch([sampled("b", [7], 20, [3, 4])])  # another request in the seat, with the same tokens
+    for pool in pools(runner):
+        pool[[3, 4]] = pool[[1, 2]]
+        pool[[1, 2]] = 0
+
     def fail(plan: Any, rows: Any) -> None:
         raise RuntimeError("no plan for these rows")
 
     with monkeypatch.context() as broken:
         broken.setattr(runner.backend, "refresh", fail)
         for _ in range(3):
-            found = runner.execute(batch)
+            found = runner.execute(moved)
             assert found.decode_status == DecodeGraphStatus.ERROR
             assert found.rows[0].token_id == expected.rows[0].token_id
+        assert runner.device_steps.inputs.buffers.block_tables[0, :2].tolist() == [3, 4]
     records = [record for record in caplog.records if "decode graph could not be prepared" in record.message]
     assert [record.occurrences for record in records] == [1, 2]  # type: ignore[attr-defined]
     assert all(record.exc_info is not None for record in records)
-    found = runner.execute(batch)
+    found = runner.execute(moved)
     assert found.decode_status == DecodeGraphStatus.REPLAYED
     assert found.rows[0].token_id == expected.rows[0].token_id
 
