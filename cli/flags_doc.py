@@ -54,6 +54,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("reserve_timeout_secs", "stream_inactivity_timeout_secs"),
     ),
     "Requests": ("max_concurrent_requests", "queue_size", "queue_timeout_secs", "max_payload_size", "seed"),
+    "Structured output and tools": (
+        *("grammar_backend", "grammar_queue_timeout_seconds", "grammar_compile_timeout_seconds"),
+        *("grammar_memory_mb", "grammar_result_cache", "tool_call_parser"),
+    ),
     "Choice of servers": ("policy", "prefill_policy", "decode_policy", "disagg_min_prompt_tokens", "allow_pins"),
     "Retry and migration": (
         *("retry_max_retries", "retry_initial_backoff_ms", "retry_max_backoff_ms", "retry_backoff_multiplier"),
