@@ -47,16 +47,18 @@ class Deployment:
         self._down = False
         self._restarts: dict[str, float] = {}
         self._images = images
-        for name, service in project.active(profiles).items():
+        active = project.active(profiles)
+        self._built = {service.image: service.build for service in active.values() if service.build}
+        for name, service in active.items():
             image = self._image(service)
             if image is not None and name not in leave_out:
                 folder = Path(self._folder.name, name)
                 self.containers[name] = Container(service, image, host, volumes, folder)
 
     def _image(self, service: Service) -> Image | None:
-        if service.build:
-            file = Path(service.build["context"], service.build["dockerfile"])
-            return read_image(file, service.build["target"], service.build["args"])
+        if build := self._built.get(service.image):  # also one that another service builds
+            file = Path(build["context"], build["dockerfile"])
+            return read_image(file, build["target"], build["args"])
         return self._images.get(service.image.rpartition(":")[0])
 
     def __getitem__(self, name: str) -> Container:

@@ -207,15 +207,27 @@ def test_images_when_named_then_with_a_version_and_no_registry() -> None:
         assert "." not in repository and repository.count("/") <= 1
 
 
+@pytest.mark.parametrize("files", [[BASE], [BASE, GPU], [BASE, HOSTS], [BASE, HOSTS, GPU]])
+def test_images_when_built_then_each_by_one_service_that_starts_with_those_that_run_it(files: list[Path]) -> None:
+    """Docker refuses two builds of a tag at the same time, as they happen where it is not there yet."""
+    project = load(files, HOST)
+    builders = [service for service in project.services.values() if service.build]
+    assert len({service.image for service in builders}) == len(builders)
+    for profile in ("prefill", "prefill-1", "decode", "decode-1", "router"):
+        active = project.active((profile,))
+        built = {service.image for service in active.values() if service.build}
+        assert {service.image for service in active.values() if role(service)} <= built
+
+
 # -- overlays ------------------------------------------------------------------------------------------------------
 
 
 def test_gpu_when_laid_over_then_servers_have_devices_and_see_each_other_s_memory() -> None:
     services = load([BASE, GPU], {"DECODE_1_GPU": "3"}).services
+    assert services["model"].build["target"] == "cuda"
+    assert read_image(DEPLOY / "Dockerfile", "cuda").entrypoint == ("baton",)
     for name, service in services.items():
-        if service.build:
-            assert (service.build["target"], service.image) == ("cuda", "baton:cuda")
-            assert read_image(DEPLOY / "Dockerfile", "cuda").entrypoint == ("baton",)
+        assert (service.image == "baton:cuda") == bool(service.name == "model" or role(service))
         if role(service) in ("prefill", "decode"):
             [device] = service.devices
             assert device["device_ids"] == ["3" if name == "decode-1" else "0"]
