@@ -15,6 +15,13 @@ import torch.nn.functional as F
 from kernels import small_gemm, small_gemm_table, swiglu, wide_gemm, wide_gemm_table
 
 
+def measured_sizes() -> list[int]:
+    """Numbers of rows, ascending: the last of each range for which a table names a kernel. With one step of each, all
+    of them are compiled."""
+    entries = (*small_gemm_table.TABLE.values(), *wide_gemm_table.TABLE.values())
+    return sorted({last for entry in entries for last, _ in entry})
+
+
 class DeviceLinear:
     """y = x W^T + b. The weight stays as it came: [out, in], row-major."""
 

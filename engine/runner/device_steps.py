@@ -18,6 +18,7 @@ import torch
 from engine.attention.backend import AttentionBackend, AttentionRows, BatchLimits, DeviceRows, GraphSelectionMode
 from engine.graph_settings import PrefillGraphSettings
 from engine.layers.device import DeviceStream
+from engine.layers.device_linear import measured_sizes
 from engine.layers.override import override_of
 from engine.messages import CapturedGraphs, KvGroupInfo, SamplingParams
 from engine.models.llama import LlamaModel
@@ -146,11 +147,22 @@ class DeviceSteps:
         limits, block = self.inputs.limits, 1
         tokens = min(2, self.inputs.block_size, limits.max_tokens)
         count = 1
-        while count <= limits.max_rows and count * tokens <= limits.max_tokens:
-            rows = [BatchRow("", [0] * tokens, 0, [block], True, plain) for _ in range(count)]
-            for batch in (StepBatch(rows), StepBatch([BatchRow("", [0], 0, [block], True, plain) for _ in rows])):
+        while True:
+            several = min(count, limits.max_tokens // tokens)
+            rows = [BatchRow("", [0] * tokens, 0, [block], True, plain) for _ in range(several)]
+            for batch in (
+                StepBatch(rows),
+                StepBatch([BatchRow("", [0], 0, [block], True, plain) for _ in range(count)]),
+            ):
                 self.finish(batch, self.launch(batch, None))
-            count *= 2
+            if count == limits.max_rows:
+                break
+            count = min(2 * count, limits.max_rows)
+        longest = min(limits.max_tokens, limits.max_blocks * self.inputs.block_size)
+        for size in sorted({min(size, longest) for size in measured_sizes()}):
+            table = [block] * -(-size // self.inputs.block_size)
+            prompt = StepBatch([BatchRow("", [0] * size, 0, table, True, plain)])
+            self.finish(prompt, self.launch(prompt, None))
         chunk = StepBatch([BatchRow("", [0] * tokens, 0, [block], False)])
         self.finish(chunk, self.launch(chunk, None))
         return [block]

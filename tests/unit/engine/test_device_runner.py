@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.layers import device as device_layers
+from engine.layers.device_linear import measured_sizes
 from engine.messages import SamplingParams
 from engine.runner import device_inputs
 from engine.runner.batch import BatchRow, StepBatch
@@ -37,7 +38,14 @@ pytestmark = [
 ]
 
 
-def new_runner(name: str, backend: str, blocks: int = BLOCKS, dtype: str = "float32") -> ModelRunner:
+def new_runner(
+    name: str,
+    backend: str,
+    blocks: int = BLOCKS,
+    dtype: str = "float32",
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 64,
+) -> ModelRunner:
     runner = ModelRunner(
         tiny_model(name),
         dtype,
@@ -45,8 +53,8 @@ def new_runner(name: str, backend: str, blocks: int = BLOCKS, dtype: str = "floa
         max_model_len=128,
         attention_backend=backend,
         device="cpu",
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     runner.init_kv(blocks)
     return runner
@@ -339,9 +347,27 @@ def test_long_prompt_when_its_products_add_to_the_stream_themselves_then_tokens_
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_runner_when_warmed_up_then_the_pool_is_clean_and_steps_are_right() -> None:
-    runner, host = new_runner("llama", "triton"), new_runner("llama", "torch")
-    runner.warm_up()
+def test_runner_when_warmed_up_then_every_size_of_the_tables_has_run_the_pool_is_clean_and_steps_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, host = (
+        new_runner("llama", "triton", max_num_seqs=3, max_num_batched_tokens=18),
+        new_runner("llama", "torch"),
+    )
+    steps = runner.device_steps
+    assert steps is not None
+    ran: list[list[int]] = []
+    launch = steps.launch
+
+    def noted(batch: StepBatch, on_layer: Any) -> Any:
+        ran.append([len(row.token_ids) for row in batch.rows])
+        return launch(batch, on_layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "launch", noted)
+        runner.warm_up()
+    assert [1] * 3 in ran  # the most rows, which are no power of two
+    assert {min(size, 18) for size in measured_sizes()} == {lengths[0] for lengths in ran if len(lengths) == 1} - {2}
     assert not any(pool.any() for pool in pools(runner))
     row = sampled("r", random_prompt(9), 0, [1])
     assert runner.execute(StepBatch([row])).rows[0].token_id == host.execute(StepBatch([row])).rows[0].token_id
