@@ -7,7 +7,6 @@ Without a measurement of a backend it is never chosen, and of equal ones `triton
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -15,7 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from engine.loader.errors import ModelLoadError
 
 _log = logging.getLogger(__name__)
 FILE = Path(__file__).with_name("table.json")
@@ -112,19 +115,41 @@ def table_of(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def parse_table(content: dict[str, Any]) -> Table:
-    """Raises KeyError or TypeError for content that `table_of` would not write."""
-    major, minor = content["capability"]
-    measurements = tuple(Measurement(**row) for row in content["measurements"])
-    return Table(content["device"], measurements, (major, minor), content["plan_us"])
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: Kind
+    head_dim: Annotated[int, msgspec.Meta(ge=1)]
+    group: Annotated[int, msgspec.Meta(ge=1)]
+    rows: Annotated[int, msgspec.Meta(ge=1)]
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    us: dict[str, Annotated[float, msgspec.Meta(gt=0.0)]]
+
+
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    device: str
+    capability: tuple[int, int]
+    plan_us: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]]
+    measurements: list[_Row]
+
+
+def parse_table(content: bytes) -> Table:
+    """Raises msgspec.DecodeError for JSON that is not what `table_of` writes: a time or size that is none, too."""
+    read = msgspec.json.decode(content, type=_Content)
+    measurements = tuple(Measurement(m.kind, m.head_dim, m.group, m.rows, m.tokens, m.us) for m in read.measurements)
+    return Table(read.device, measurements, read.capability, read.plan_us)
 
 
 @lru_cache(1)
 def measured_table() -> Table:
-    """The table of this installation; empty where nothing was measured."""
+    """The table of this installation; empty where nothing was measured. Raises ModelLoadError for a damaged one."""
     if not FILE.exists():
         return Table("", ())
-    return parse_table(json.loads(FILE.read_text()))
+    try:
+        return parse_table(FILE.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelLoadError(
+            f"--attention-backend 'auto': the measurements of {FILE} cannot be used ({error}); put the file back as it "
+            "came, measure anew (python -m bench.gpu.attention --table), or name a backend such as 'triton'"
+        ) from error
 
 
 @lru_cache

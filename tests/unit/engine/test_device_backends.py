@@ -135,24 +135,23 @@ def test_page_lists_count_pages_and_give_padding_none(kv_lens: list[int]) -> Non
 
 def measured(*rows: tuple[str, int, int, float, float]) -> tables.Table:
     """(kind, rows, tokens, microseconds of triton, of flashinfer) for heads of 128 in groups of 4."""
-    return tables.parse_table(
-        {
-            "device": "test",
-            "capability": [9, 0],
-            "plan_us": {"flashinfer": 80.0},
-            "measurements": [
-                {
-                    "kind": kind,
-                    "head_dim": 128,
-                    "group": 4,
-                    "rows": count,
-                    "tokens": tokens,
-                    "us": {"triton": one, "flashinfer": other},
-                }
-                for kind, count, tokens, one, other in rows
-            ],
-        }
-    )
+    content = {
+        "device": "test",
+        "capability": [9, 0],
+        "plan_us": {"flashinfer": 80.0},
+        "measurements": [
+            {
+                "kind": kind,
+                "head_dim": 128,
+                "group": 4,
+                "rows": count,
+                "tokens": tokens,
+                "us": {"triton": one, "flashinfer": other},
+            }
+            for kind, count, tokens, one, other in rows
+        ],
+    }
+    return tables.parse_table(json.dumps(content).encode())
 
 
 BOTH = ("triton", "flashinfer")
@@ -209,7 +208,7 @@ def test_the_table_is_made_of_the_best_version_that_a_benchmark_measured() -> No
     found = shape | {"page": 64, "us": us, "error": {}, "failed": {}, "floor_us": 700.0, "plan_us": {}}
     results = [found, *({**found, "plan_us": {"flashinfer-fa2": plan}} for plan in (60.0, 90.0, 70.0))]
     report = {"device": "H200", "capability": (9, 0), "read_bandwidth": 4e12, "results": results}
-    table = tables.parse_table(json.loads(json.dumps(tables.table_of(report))))
+    table = tables.parse_table(json.dumps(tables.table_of(report)).encode())
     assert (table.device, table.capability, table.plan_us) == ("H200", (9, 0), {"flashinfer": 70.0})
     assert table.measurements[0].us == {"triton": 1400.0, "flashinfer": 900.0}
 
@@ -221,6 +220,40 @@ def test_the_table_of_this_installation_is_readable_and_chooses_what_it_measured
     for m in table.measurements:
         costs = {name: us + table.plan_us.get(name, 0) / 32 for name, us in m.us.items()}
         assert costs[table.fastest(m.kind, BOTH, HEADS_OF_8B, m.rows, m.tokens)] == min(costs.values())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("measurements/0/rows", 0),
+        ("measurements/0/group", 0),
+        ("measurements/0/tokens", "many"),
+        ("measurements/0/us", None),
+        ("measurements/0/us/triton", -1.0),
+        ("measurements/0/us/triton", float("nan")),
+        ("measurements/0/kind", "draft"),
+        ("measurements/0/extra", 1),
+        ("measurements", {}),
+        ("capability", [9]),
+        ("plan_us", None),
+    ],
+)
+def test_a_damaged_table_is_refused_with_the_file_and_what_to_do(
+    place: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads(tables.FILE.read_text())
+    *path, last = place.split("/")
+    inner: Any = content
+    for name in path:
+        inner = inner[int(name) if isinstance(inner, list) else name]
+    inner[last] = value
+    damaged = tmp_path / "table.json"
+    damaged.write_text(json.dumps(content))
+    monkeypatch.setattr(tables, "FILE", damaged)
+    for read in (tables.measured_table.__wrapped__, lambda: tables.table_for.__wrapped__("any", (9, 0))):
+        tables.measured_table.cache_clear()
+        with pytest.raises(ModelLoadError, match=rf"{damaged}.*'triton'"):
+            read()
 
 
 @pytest.mark.parametrize(
