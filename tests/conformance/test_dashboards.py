@@ -312,10 +312,10 @@ def test_rules_when_requests_of_all_kinds_were_served_then_they_record_and_none_
     unseen = {"rtp_llm_rpc_retry_times", "rtp_llm_rpc_retry_cost_time_ms"}  # no stage is retried here
     prometheus.wait_recorded(sorted(names - unseen))
     assert prometheus.rule_errors() == []
-    assert not prometheus.firing() & {
+    assert not prometheus.active(
         "KVLedgerImbalance", "KVLeak", "LeaseExpiry", "TransferStall", "ChecksumMismatch", "ContractBreach",
         "NoReadyPair", "EngineDown", "RetryBudgetExhausted", "GraphFallback", "DrainStuck", "BreakerOpen",
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 @needs_prometheus
@@ -510,3 +510,14 @@ def test_clusters_when_all_is_done_then_ledgers_are_clean_and_open_work_is_zero(
         return found
 
     wait_for(f"gauges of open work at 0: {left()}", lambda: not left(), 3.0, poll_s=0.1)
+
+
+@needs_prometheus
+def test_alerts_when_the_only_server_dies_then_they_name_it_and_its_router(prometheus: Prometheus, pair: Pair) -> None:
+    """The last test: one of the clusters is broken by it."""
+    before = prometheus.active("EngineDown", "NoReadyPair")
+    assert before == set()
+    dead, router = pair.together.decode[0].http, pair.together.router.http
+    pair.together.decode[0].kill()
+    expected = {("EngineDown", dead), ("NoReadyPair", router)}
+    wait_for("both alerts", lambda: prometheus.active("EngineDown", "NoReadyPair") == expected, 20.0, poll_s=0.2)

@@ -148,9 +148,10 @@ class Prometheus:
         except TimeoutError as error:
             raise TimeoutError(f"{error}\nwithout a value: {missing()}") from None
 
-    def firing(self) -> set[str]:
-        """Names of the alerts whose condition holds, whether for long enough or not."""
-        return {alert["labels"]["alertname"] for alert in self._get("alerts")["alerts"]}
+    def active(self, *names: str) -> set[tuple[str, str]]:
+        """Name and instance of the alerts, among `names`, whose condition holds, whether for long enough or not."""
+        labels = [alert["labels"] for alert in self._get("alerts")["alerts"]]
+        return {(one["alertname"], one.get("instance", "")) for one in labels if one["alertname"] in names}
 
     def rule_errors(self) -> list[str]:
         groups = self._get("rules")["groups"]
