@@ -14,12 +14,18 @@ PATHS = (
     "engine/runner/decode_*.py",
     "engine/runner/capture.py",
     "engine/runner/pinned.py",
+    "engine/runner/position_ids.py",
     "engine/runner/prefill_graph/*.py",
     "engine/layers/device*.py",
+    "engine/layers/override.py",
     "engine/attention/device_backend.py",
+    "engine/attention/measured_backend.py",
     "engine/attention/triton_backend.py",
     "engine/attention/flashinfer_backend.py",
     "engine/sampling/device.py",
+    "engine/sampling/biases.py",
+    "engine/sampling/masks.py",
+    "engine/sampling/penalties.py",
     "kernels/*.py",
 )
 WAITS = {"item", "cpu", "tolist", "synchronize", "nonzero"}  # methods that wait for a device's tensor, or for all of it
@@ -33,6 +39,7 @@ ALLOWED = {
     "engine/runner/pinned.py": {"send"},
     "engine/runner/prefill_graph/runner.py": {"next"},
     "engine/sampling/device.py": {"_learn", "_pack", "_send_staged", "collect", "_add_logprobs"},
+    "engine/sampling/masks.py": {"apply"},
     "kernels/jit.py": {"patch"},  # Triton's interpreter
 }
 
