@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -158,6 +159,11 @@ def assert_nothing_is_left(cluster: Cluster) -> None:
     wait_for("every gauge of open work to be 0", quiet, LIMIT_S)
 
 
+def cause_of(record: dict[str, Any]) -> str:
+    """The cause of a load that failed."""
+    return str(record.get("error_metadata", {}).get("cause", ""))
+
+
 def code_counted(cluster: Cluster, code: ErrorCode) -> float:
     return sum(
         float(line.rpartition(" ")[2])
@@ -201,12 +207,14 @@ def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
     generation.cancel()
     wait_for("the router to let go", lambda: cluster.router.page("/load")["inflight"] == 0, LIMIT_S)
     assert_nothing_is_left(cluster)
-    assert code_counted(cluster, ErrorCode.CANCELLED) == before + 1
+    # On a machine that stands still for long the answer may be complete before the client gets to leave.
+    complete = len(generation.token_ids) == TOKENS
+    assert code_counted(cluster, ErrorCode.CANCELLED) == before + (0 if complete else 1)
     for server in cluster.servers:
         for record in server.requests()["finished"]:
             if record["request_id"] == request_id:
-                # Its part may have been done by then.
-                assert record["code"] in (0, 8100, 8606), record
+                # Its part may have been done by then, or it heard of the abort from the prefill server.
+                assert record["code"] in (0, 8100, 8606) or cause_of(record) == "REQUEST_TOMBSTONED", record
     assert error_lines(cluster, request_id) == []
 
 
@@ -228,8 +236,9 @@ def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
     for server in cluster.servers:
         for record in server.requests()["finished"]:
             if record["request_id"] == request_id:
-                # Done by then; or told by the router, which was the first to see it.
-                assert record["code"] in (0, 603, 8606), record
+                # Done by then; or told by the router, which was the first to see it, or by the prefill server.
+                told = cause_of(record) in ("REQUEST_TOMBSTONED", "GENERATE_TIMEOUT")
+                assert record["code"] in (0, 603, 8606) or told, record
     assert error_lines(cluster, request_id) == []
 
 
