@@ -25,7 +25,7 @@ MODEL = "tiny"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATE = "/baton.v1.Generation/Generate"
 LIMIT_S = 60.0
-SOON_S = 0.4
+SOON_S = 1.0
 # The first attempt of `refused` and `moved` fails, every one of `doomed`; `held` ones get no token, `midway` ones no
 # second one.
 PREFILL_FAULTS = (

@@ -209,7 +209,7 @@ def first(pair: Pair) -> dict[str, set[str]]:
         return all(found[name] >= expected for name, expected in LISTS.items())
 
     with contextlib.suppress(TimeoutError):  # the tests say what is missing
-        wait_for("the series of every role", complete, 5.0, poll_s=0.1)
+        wait_for("the series of every role", complete, 15.0, poll_s=0.1)
     return found
 
 
@@ -390,7 +390,7 @@ def reconciled(pair: Pair) -> Reconciled:
         return [line for line in processes[role].log_lines() if line.get("log") == "access"]
 
     wait_for("an idle router", lambda: pair.apart.router.page("/load")["inflight"] == 0, 10.0, poll_s=0.05)
-    pair.apart.assert_clean_ledgers()
+    pair.apart.assert_clean_ledgers(10.0)
     logged = {role: len(access(role)) for role in processes}
     before = {role: Counts(process) for role, process in processes.items()}
     mixed = Mixed(pair.apart.router.http, pair.apart.router.grpc)
@@ -419,7 +419,7 @@ def reconciled(pair: Pair) -> Reconciled:
         )
 
     with contextlib.suppress(TimeoutError):  # the tests say what is missing
-        wait_for("all calls booked and logged", settled, 15.0, poll_s=0.1)
+        wait_for("all calls booked and logged", settled, 30.0, poll_s=0.1)
     return Reconciled(seen, before, after, lines)
 
 
@@ -491,8 +491,8 @@ def test_counts_when_compared_then_each_server_has_a_line_of_every_call(
 
 
 def test_clusters_when_all_is_done_then_ledgers_are_clean_and_open_work_is_zero(pair: Pair) -> None:
-    pair.apart.assert_clean_ledgers()
-    pair.together.assert_clean_ledgers()
+    pair.apart.assert_clean_ledgers(10.0)
+    pair.together.assert_clean_ledgers(10.0)
     gauges = (
         "baton_num_requests_running", "baton_num_requests_waiting", "baton_num_requests_loading",
         "baton_kv_transfer_inflight", "baton_kv_leases_active", "baton_router_worker_inflight",
@@ -509,7 +509,7 @@ def test_clusters_when_all_is_done_then_ledgers_are_clean_and_open_work_is_zero(
                         found.append(f"{process.name}: {json.dumps([sample.name, sample.labels, sample.value])}")
         return found
 
-    wait_for(f"gauges of open work at 0: {left()}", lambda: not left(), 3.0, poll_s=0.1)
+    wait_for(f"gauges of open work at 0: {left()}", lambda: not left(), 15.0, poll_s=0.1)
 
 
 @needs_prometheus
