@@ -190,7 +190,9 @@ def _largest_kernel(
         failure = _NOT_FINITE
         if ONLY_ADJUSTED:
             raw = tl.load(raw_peaks + row)
-            failure = tl.where((raw > float("-inf")) & (raw < float("inf")), _ALL_MASKED, _NOT_FINITE)
+            finite = (raw > float("-inf")) & (raw < float("inf"))
+            usable = usable & finite  # also where a mask covers what is not
+            failure = tl.where(finite, _ALL_MASKED, _NOT_FINITE)
         else:
             tl.store(raw_peaks + row, peak)
         tl.store(peaks + row, peak)
@@ -211,7 +213,8 @@ def largest(
     logit is not finite; `tokens` then holds any id below vocab. Can be captured in a CUDA graph.
 
     adjusted: the rows' parameters, given once their logits are changed. Then only rows whose WHAT has ADJUSTED are
-    looked at, raw peaks stay, and flags are ALL_MASKED where the raw peak was finite and the peak is no longer.
+    looked at, raw peaks stay, and flags are ALL_MASKED where the raw peak was finite and the peak is no longer; a row
+    that was NOT_FINITE stays so.
     """
     rows, vocab = logits.shape
     if not rows:

@@ -28,8 +28,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     SamplingRow: neither on the batch around it nor on any global random state, which is neither read nor
     advanced.
 
-    A row whose logits hold NaN or an infinite maximum gets EXECUTION_EXCEPTION in place of a token, one whose
-    every token is masked gets INVALID_PARAMS: such a row has no likeliest token, and any other would be a guess.
+    A row whose logits hold NaN or an infinite maximum gets EXECUTION_EXCEPTION in place of a token, also where a mask
+    covers that; one whose every token is masked gets INVALID_PARAMS: such a row has no likeliest token, and any other
+    would be a guess.
 
     The arithmetic runs on the host in one thread: for a few rows of vocabulary it takes less than waking
     other threads does, and the result does not depend on their number. Logits on another device are copied.
@@ -58,12 +59,16 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 def _failures(
     raw: NDArray[np.float32], processed: NDArray[np.float32], rows: Sequence[SamplingRow], token_ids: Sequence[int]
 ) -> list[BatonError | None]:
-    """Per row why it has no token. Both argmax and max answer NaN where there is one, so the peak shows it."""
+    """Per row why it has no token. Both argmax and max answer NaN where there is one, so the peak shows it. A mask may
+    cover it, so that rows whose logits were changed are looked at unchanged too."""
     peaks = [
         logits[token] if row.greedy else logits.max()
         for logits, row, token in zip(processed, rows, token_ids, strict=True)
     ]
     finite = np.isfinite(peaks)
+    if processed is not raw:
+        changed = [i for i, row in enumerate(rows) if row.changes_logits]
+        finite[changed] &= np.isfinite([raw[i].max() for i in changed])
     if finite.all():
         return [None] * len(rows)
     return [None if usable else _unusable(raw[i], rows[i]) for i, usable in enumerate(finite)]

@@ -89,14 +89,6 @@ def random_logits(choice: random.Random, rows: int, vocab: int) -> torch.Tensor:
     return logits
 
 
-def unmask_bad_rows(rows: Sequence[SamplingRow], logits: torch.Tensor) -> None:
-    """Takes the grammar from rows whose logits hold NaN or infinity: if it masks that, the row has a token, and the
-    order of its log-probabilities, none of which is a number, is nobody's promise."""
-    for row, bad in zip(rows, (logits.isnan() | (logits == math.inf)).any(dim=1).tolist(), strict=True):
-        if bad:
-            row.grammar = None
-
-
 def assert_same(got: Sequence[SampledToken], wanted: Sequence[SampledToken], rows: Sequence[SamplingRow]) -> None:
     """Tokens, failures and ranks are equal; log-probabilities too, up to the rounding of a float64 sum."""
     assert len(got) == len(wanted) == len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 
@@ -19,7 +20,7 @@ from engine.sampling.processors import apply_processors
 from kernels import jit
 from kernels.sampling import scratch_for
 from rpc.errors import ErrorCode
-from tests.unit.engine.sampling_rows import assert_same, random_logits, random_row, unmask_bad_rows
+from tests.unit.engine.sampling_rows import FixedMask, assert_same, random_logits, random_row
 
 CPU = torch.device("cpu")
 
@@ -76,10 +77,32 @@ def compare_random_steps(seed: int, steps: int, dtype: torch.dtype = torch.float
         sampler = new_sampler(vocab, choice.choice([4, 16]))
         rows = [random_row(choice, vocab, choice.choice([5, vocab + 3])) for _ in range(6)]
         logits = random_logits(choice, 6, vocab).to(dtype)
-        unmask_bad_rows(rows, logits)
         before = logits.clone()
         assert_same(step(sampler, logits, rows), sample(before, rows), rows)
         assert torch.equal(logits.nan_to_num(7.5), before.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_that_are_not_finite_fail_also_where_a_mask_covers_it_and_rows_without_a_grammar_are_left_alone(
+    bad: float,
+) -> None:
+    vocab = 70
+    allowed = np.zeros(vocab, dtype=bool)
+    allowed[[7, 8]] = True
+    rows = [row_of(temperature=0.0), row_of(temperature=0.9, logprobs=2), row_of(temperature=0.0), row_of(seed=3)]
+    rows.append(row_of(temperature=0.0, min_tokens=5, stop_token_ids=(50,)))
+    for row in rows[:3]:
+        row.grammar = FixedMask(allowed)  # type: ignore[assignment]
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(3))
+    logits[[0, 1, 4], 50] = bad
+    codes = [ErrorCode.EXECUTION_EXCEPTION, ErrorCode.EXECUTION_EXCEPTION, None, None, ErrorCode.EXECUTION_EXCEPTION]
+    found = step(new_sampler(vocab), logits.clone(), rows)
+    for results in (found, sample(logits, rows)):
+        assert [result.failure and result.failure.code for result in results] == codes
+        assert results[2].token_id in (7, 8)
+    alone = step(new_sampler(vocab), logits[3:4].clone(), rows[3:4])
+    assert_same(found, sample(logits, rows), rows)
+    assert alone[0].token_id == found[3].token_id
 
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
