@@ -81,7 +81,7 @@ def row_problem(row: BatchRow, limits: ReplayLimits) -> str:
     if len(row.block_table) * limits.block_size < row.start + tokens:
         return f"{len(row.block_table)} blocks for {row.start + tokens} tokens"
     for item in row.embeddings:
-        if item.place < 0 or item.end > tokens or item.values.shape[1] != limits.hidden_size:
+        if item.place < 0 or item.end > tokens or item.values.shape[1:] != (limits.hidden_size,):
             return f"embeddings {item.values.shape} at place {item.place} of {tokens} tokens"
     if row.position_ids and len(row.position_ids) != limits.position_axes * tokens:
         return f"{len(row.position_ids)} position ids for {tokens} tokens of {limits.position_axes} axes"

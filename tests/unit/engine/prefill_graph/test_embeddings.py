@@ -198,10 +198,10 @@ def test_prompt_of_one_token_when_it_brings_an_embedding_then_no_decode_graph_co
 
 @needs_triton
 @torch.inference_mode()
-@pytest.mark.parametrize(("place", "rows", "width"), [(-1, 2, 64), (7, 2, 64), (0, 2, 63)])
-def test_decision_when_a_rows_embeddings_do_not_fit_it_then_its_metadata_is_invalid(graph, place, rows, width):
+@pytest.mark.parametrize(("place", "shape"), [(-1, (2, 64)), (7, (2, 64)), (0, (2, 63)), (0, (2,))])
+def test_decision_when_a_rows_embeddings_do_not_fit_it_then_its_metadata_is_invalid(graph, place, shape):
     [row] = graph.rows(8, seed=6)
-    row.embeddings = (EmbeddingRows(place, np.zeros((rows, width), np.float32)),)
+    row.embeddings = (EmbeddingRows(place, np.zeros(shape, np.float32)),)
     assert graph.graphs.can_run(StepBatch([row])).status == "input_metadata_invalid"
 
 
