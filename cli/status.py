@@ -24,6 +24,9 @@ from cli.client import ApiError, auth_headers, raise_api_error
 
 TIMEOUT_S = 5.0  # for each page of the router
 LEDGER_TIMEOUT_S = 2.0  # for each server's ledger; a server that hangs must not hide the others
+PIPE_WIDTH = 200  # columns where no terminal says how many there are
+NARROW = 120  # below it lines between the columns are left out, and the longest names cut
+SHORT = {"running": "run", "receiving": "recv", "quarantined": "quar", "imbalance": "imbal"}
 STATES = ("total", "free", "cached", "running", "staged", "receiving", "quarantined", "imbalance")
 _COLOURS = {"ready": "green", "draining": "yellow", "unhealthy": "red", "incompatible": "red"}
 
@@ -169,8 +172,16 @@ def _ledgers(page: Mapping[str, Any]) -> list[Ledger]:
     ]
 
 
-def render(status: ClusterStatus) -> Group:
-    """The tables that are printed: the router's line, servers, blocks."""
+def _table(title: str, narrow: bool) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    if narrow:
+        table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
+    return table
+
+
+def render(status: ClusterStatus, width: int = PIPE_WIDTH) -> Group:
+    """The tables that are printed into so many columns: the router's line, servers, blocks."""
+    narrow = width < NARROW
     router = status.router
     head = Text.assemble(
         ("router ", "bold"),
@@ -183,12 +194,12 @@ def render(status: ClusterStatus) -> Group:
     parts: list[Any] = [head, *(Text(f"  {reason}", "red") for reason in router.reasons)]
     if not status.servers:
         return Group(*parts, Text("no server is registered"))
-    servers = Table(title="Servers", title_justify="left", title_style="bold")
+    servers = _table("Servers", narrow)
     for name in ("role", "address", "state"):
         servers.add_column(name, no_wrap=True)
     for name in ("in flight", "running", "waiting", "loading", "up"):
-        servers.add_column(name, justify="right")
-    servers.add_column("reasons")
+        servers.add_column(name, justify="right", no_wrap=True)
+    servers.add_column("reasons", overflow="fold")
     for server in status.servers:
         reasons = list(server.reasons)
         if server.breaker not in ("", "closed"):
@@ -202,11 +213,11 @@ def render(status: ClusterStatus) -> Group:
             _duration(server.uptime_seconds),
             "; ".join(reasons),
         )
-    blocks = Table(title="KV blocks", title_justify="left", title_style="bold")
+    blocks = _table("KV blocks", narrow)
     for name in ("role", "address", "group"):
         blocks.add_column(name, no_wrap=True)
     for name in STATES:
-        blocks.add_column(name, justify="right")
+        blocks.add_column(SHORT.get(name, name) if narrow else name, justify="right", no_wrap=True)
     for server in status.servers:
         if server.ledger_error:
             blocks.add_row(server.role, server.address, Text("?", "red"), *["-"] * len(STATES))
@@ -254,13 +265,20 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.json:
             print(json.dumps(status.to_json(), indent=2))
         else:
-            Console().print(render(status))
+            console = _console()
+            console.print(render(status, console.width))
     except KeyboardInterrupt:
         return 0 if arguments.watch is not None else 130
     except (RouterUnreachable, ApiError) as error:
         print(f"baton status: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _console() -> Console:
+    """As wide as the terminal, or as COLUMNS says; in a pipe or a file as wide as the tables need."""
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=PIPE_WIDTH) if wide else Console()
 
 
 def _watch(base_url: str, arguments: argparse.Namespace, status: ClusterStatus) -> None:
@@ -270,12 +288,14 @@ def _watch(base_url: str, arguments: argparse.Namespace, status: ClusterStatus) 
             print(json.dumps(status.to_json()), flush=True)
             time.sleep(arguments.watch)
             status = asyncio.run(read_status(base_url, arguments.api_key))
-    with Live(render(status), console=Console(), auto_refresh=False, screen=sys.stdout.isatty()) as live:
+    console = _console()
+    first = render(status, console.width)
+    with Live(first, console=console, auto_refresh=False, screen=sys.stdout.isatty()) as live:
         while True:
             time.sleep(arguments.watch)
             stamp = Text(f"{datetime.now():%H:%M:%S}, every {arguments.watch:g} s, Ctrl-C ends", "dim")
             try:
-                shown = render(asyncio.run(read_status(base_url, arguments.api_key)))
+                shown = render(asyncio.run(read_status(base_url, arguments.api_key)), console.width)
                 live.update(Group(shown, stamp), refresh=True)
             except RouterUnreachable as error:
                 live.update(Group(Text(str(error), "red"), stamp), refresh=True)

@@ -19,7 +19,8 @@ from cli.launch import Launcher, LaunchError, LaunchStopped
 class StopSignals:
     """SIGTERM and SIGINT as events: the first asks for an orderly stop, the second for a fast one.
 
-    SIGHUP calls `on_hangup`; from a terminal, which sends it when it is closed, it asks for a stop too.
+    SIGHUP calls `on_hangup`; from a terminal, which sends it when it is closed, it asks for a stop too, unless it was
+    ignored before.
     """
 
     def __init__(self) -> None:
@@ -30,9 +31,8 @@ class StopSignals:
     def install(self, on_hangup: Callable[[], None] | None = None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
-            return  # under nohup it is ignored, and stays so
-        if sys.stdin is not None and sys.stdin.isatty():
+        ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL  # under nohup it is ignored, and must end nothing
+        if ends and sys.stdin is not None and sys.stdin.isatty():
             signal.signal(signal.SIGHUP, self._on_signal)
         elif on_hangup is not None:
             signal.signal(signal.SIGHUP, lambda number, frame: on_hangup())
@@ -90,9 +90,9 @@ def _mistake(arguments: argparse.Namespace) -> str:
             return f"--{name.replace('_', '-')} {getattr(arguments, name)!r}: {error}"
     folder = Path(arguments.prometheus_targets).parent
     if arguments.prometheus_targets and not folder.is_dir():
-        return f"--prometheus-targets {arguments.prometheus_targets}: there is no folder {folder}"
+        return f"--prometheus-targets {arguments.prometheus_targets}: there is no folder {folder}; make it first"
     if arguments.access_log_dir and not Path(arguments.access_log_dir).is_dir():
-        return f"--access-log-dir {arguments.access_log_dir}: there is no such folder"
+        return f"--access-log-dir {arguments.access_log_dir}: there is no such folder; make it first"
     return ""
 
 
@@ -114,7 +114,14 @@ def _targets_file(file: str, launcher: Launcher) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
+        print(
+            f"baton up: unknown {shlex.join(unknown)}; flags of the processes go into --server-flags='…' (all "
+            "servers), --prefill-flags, --decode-flags and --router-flags; BATON_… variables are passed on to all",
+            file=sys.stderr,
+        )
+        return 2
     mistake = _mistake(arguments)
     if mistake:
         print(f"baton up: {mistake}", file=sys.stderr)

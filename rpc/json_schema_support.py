@@ -76,7 +76,8 @@ def _check(schema: Any, at: str, root: Any, depth: int) -> None:
         raise UnsupportedSchema(at, "must be an object or true")
     for key in _NEVER:
         if key in schema and not (key == "uniqueItems" and schema[key] is False):
-            raise UnsupportedSchema(f"{at}/{key}", f"{key} cannot be kept to")
+            problem = f"the keyword {key!r} cannot be kept to; write the schema without it"
+            raise UnsupportedSchema(f"{at}/{key}", problem)
     _check_whole(schema, at, root)
     types = _types(schema, at)
     _check_keywords(schema, types, at)

@@ -288,7 +288,19 @@ def test_up_when_the_port_is_taken_then_one_line_names_it_before_a_model_is_load
 def test_up_when_the_folder_of_the_targets_is_missing_then_said_before_anything_starts(model: Path) -> None:
     with running(model, "--prometheus-targets", "/nowhere/at/all.json") as up:
         assert up.wait_end() == 2
-        assert up.lines == ["baton up: --prometheus-targets /nowhere/at/all.json: there is no folder /nowhere/at\n"]
+        [line] = up.lines
+        assert line.startswith("baton up: --prometheus-targets /nowhere/at/all.json: there is no folder /nowhere/at; ")
+
+
+def test_prometheus_targets_when_written_where_the_docs_say_then_the_folder_is_there() -> None:
+    assert (ROOT / "deploy" / "prometheus" / "targets").is_dir()
+
+
+def test_up_when_a_flag_is_one_of_the_processes_then_said_where_it_goes(model: Path) -> None:
+    with running(model, "--kv-lease-seconds", "60") as up:
+        assert up.wait_end() == 2
+        [line] = up.lines
+        assert "--kv-lease-seconds 60" in line and "--server-flags" in line
 
 
 def test_up_when_a_server_flag_is_wrong_then_its_own_words_are_shown(model: Path) -> None:

@@ -143,6 +143,27 @@ async def test_tables_when_rendered_then_every_server_with_load_and_blocks(
     assert rows[2] == ["prefill", "10.0.0.1:50051", "full", "100", "60", "30", "7", "0", "3", "0", "0"]
 
 
+async def test_tables_when_the_terminal_is_narrow_then_no_figure_is_cut(router: SseServer, server: SseServer) -> None:
+    serve_workers(router, worker("prefill", "10.0.0.1:50051", server.url.removeprefix("http://")))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render(await read_status(router.url), console.width))
+    text = console.export_text()
+    rows = [line.split() for line in text.splitlines() if " 10.0.0.1" in line]
+    assert rows[0] == ["prefill", "10.0.0.1:50051", "ready", "2", "2", "3", "0", "1h02m"]
+    assert rows[1] == ["prefill", "10.0.0.1:50051", "full", "100", "60", "30", "7", "0", "3", "0", "0"]
+    assert "…" not in text
+
+
+def test_status_when_piped_then_the_tables_are_as_wide_as_they_need(
+    router: SseServer, server: SseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    serve_workers(router, worker("prefill", "10.0.0.1:50051", server.url.removeprefix("http://")))
+    assert main(["--base-url", router.url]) == 0
+    shown = capsys.readouterr().out
+    assert "quarantined" in shown and "…" not in shown
+
+
 async def test_tables_when_no_server_is_registered_then_said(router: SseServer) -> None:
     serve_workers(router)
     router.pages["/ready"] = b'{"ready": false, "reasons": ["no decode server is ready"]}'
