@@ -17,7 +17,7 @@ from router.open_requests import OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
 from router.validation import SINGLE_SERVER_KEY, GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
-from rpc.ids import check_request_id, new_request_id
+from rpc.ids import check_request_id, new_request_id, valid_request_id
 from rpc.input_embeddings import InputEmbedding
 from rpc.server import REQUEST_ID_KEY, current_call, tell_timeline
 from rpc.stages import in_stage
@@ -55,10 +55,24 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes the answer itself, so that a client that leaves ends the legs before anything else."""
-        self._authenticate(context)
         call = current_call()
         request_id = request.request_id or (call.request_id if call.request_id_given else new_request_id())
         streamed = request.stream if request.HasField("stream") else True
+        try:
+            self._authenticate(context)
+            check_request_id(request_id)
+        except BatonError as error:
+            self._services.open_requests.refused(
+                request_id if valid_request_id(request_id) else new_request_id(),
+                error,
+                api="grpc",
+                model=request.model,
+                stream=streamed,
+                private=call.private,
+                traceparent=call.traceparent,
+                tracestate=call.tracestate,
+            )
+            raise
         with self._services.open_requests.open(
             request_id,
             api="grpc",

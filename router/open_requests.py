@@ -11,7 +11,8 @@ client request, before they validate it, and hand it to the orchestrator inside 
         open_request.finish("stop")
 
 A `with` body that ends by an exception fails the request with it; one that ends without `finish()` was left
-by its client. Metrics and the access log line are written once, at the end of the `with` body.
+by its client. Metrics and the access log line are written once, at the end of the `with` body. A request that a surface
+refuses before it can be opened gets them by `refused`.
 """
 
 from __future__ import annotations
@@ -303,18 +304,78 @@ class OpenRequests:
         attribute.
         """
         check_request_id(request_id)
+        request = self._arrived(
+            request_id,
+            api=api,
+            model=model,
+            stream=stream,
+            arrival=arrival,
+            deadline=deadline,
+            private=private,
+            traceparent=traceparent,
+            tracestate=tracestate,
+        )
+        refusal = self._refusal(request_id)
+        if refusal is not None:
+            self._end_unopened(request, refusal)
+            raise refusal
+        self._open[request_id] = request
+        request.was_open = True
+        self.work.set(len(self._open))
+        return request
+
+    def refused(
+        self,
+        request_id: str,
+        error: BatonError | None,
+        *,
+        api: Api,
+        model: str = "",
+        stream: bool = False,
+        arrival: float | None = None,
+        private: bool = False,
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> None:
+        """Accounts for a client request that a surface refused with `error` before it could be opened: without the API
+        key, with an id that is none, with a body that cannot be read. None: its client left while it sent it.
+        `request_id` is the one that the answer carries."""
+        request = self._arrived(
+            request_id,
+            api=api,
+            model=model,
+            stream=stream,
+            arrival=arrival,
+            deadline=None,
+            private=private,
+            traceparent=traceparent,
+            tracestate=tracestate,
+        )
+        self._end_unopened(request, error)
+
+    def _arrived(
+        self,
+        request_id: str,
+        *,
+        api: Api,
+        model: str,
+        stream: bool,
+        arrival: float | None,
+        deadline: Deadline | None,
+        private: bool,
+        traceparent: str,
+        tracestate: str,
+    ) -> OpenRequest:
         request_id_var.set(request_id)
-        arrival = self.clock() if arrival is None else arrival
         trace = None if self._tracer is None else self._tracer.begin(traceparent, tracestate)
-        limit = (deadline or Deadline.never()).earlier(self.request_timeout_s)
         request = OpenRequest(
             self,
             request_id,
             api=api,
             model=model,
             stream=stream,
-            arrival=arrival,
-            deadline=limit,
+            arrival=self.clock() if arrival is None else arrival,
+            deadline=(deadline or Deadline.never()).earlier(self.request_timeout_s),
             private=private,
             trace=trace if trace is not None and trace.sampled else None,
         )
@@ -323,16 +384,13 @@ class OpenRequests:
             request.traceparent, request.tracestate = trace.context.traceparent, trace.context.tracestate
         if self._access_log is not None:
             self._access_log.arrived(request_id=request_id, private=private, api=api, model=model, stream=stream)
-        refusal = self._refusal(request_id)
-        if refusal is not None:
-            request.fail(refusal)
-            request.end(left=False)
-            self._account(request)
-            raise refusal
-        self._open[request_id] = request
-        request.was_open = True
-        self.work.set(len(self._open))
         return request
+
+    def _end_unopened(self, request: OpenRequest, error: BatonError | None) -> None:
+        if error is not None:
+            request.fail(error)
+        request.end(left=error is None)
+        self._account(request)
 
     def _refusal(self, request_id: str) -> BatonError | None:
         if self._refuse is not None:

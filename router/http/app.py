@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
 
 from router.http.errors import EXCEPTION_HANDLERS
 from router.http.request_scope import RequestScope
@@ -25,7 +24,7 @@ def build_app(services: HttpServices) -> Starlette:
         ready, reasons = services.serving.ready()
         return [] if ready else list(reasons) or ["not ready"]
 
-    generation: dict[str, ASGIApp] = {
+    generation = {
         "/v1/chat/completions": GenerationEndpoint(services, "chat"),
         "/v1/completions": GenerationEndpoint(services, "completions"),
     }

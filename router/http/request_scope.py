@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,9 +32,18 @@ def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
+class AccountedApp(Protocol):
+    """An endpoint whose requests are accounted for one by one, also those that do not get as far as it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def refused(self, headers: Headers, request_id: str, error: BatonError | None, arrival: float) -> None: ...
+
+
 class RequestScope:
     """ASGI middleware around all endpoints. `paths` are the served ones: the `route` label of the figures. `posts` are
-    those that get nearly all requests, by path; they are called straight from here, without Starlette's layers between.
+    those that get nearly all requests, by path; they are called straight from here, without Starlette's layers between,
+    and told of what is refused before.
 
     Puts `request_id` into `scope["state"]`; an endpoint that learns a better one (from the body) replaces it there
     before it answers. A `ClientGone` that leaves the endpoint is counted as 499, any other exception answered with 500.
@@ -44,7 +54,7 @@ class RequestScope:
         app: ASGIApp,
         *,
         paths: frozenset[str],
-        posts: Mapping[str, ASGIApp],
+        posts: Mapping[str, AccountedApp],
         metrics: Registry,
         api_keys: tuple[str, ...],
     ) -> None:
@@ -84,7 +94,7 @@ class RequestScope:
         inflight.inc()
         try:
             try:
-                await self._answer(scope, receive, send_with_id, path)
+                await self._answer(scope, receive, send_with_id, path, began)
             except ClientGone:
                 status = CLIENT_GONE
             except Exception as error:
@@ -101,24 +111,29 @@ class RequestScope:
         finally:
             inflight.dec()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str, began: float) -> None:
         headers = Headers(scope=scope)
         state = scope["state"]
+        post = self._posts.get(path) if scope["method"] == "POST" else None
         state["request_id"] = ""
         try:
             state["request_id"] = state["header_request_id"] = header_request_id(headers)
         except BatonError as error:
             if path not in OPEN_PATHS:
                 state["request_id"] = new_request_id()
+                if post is not None:
+                    post.refused(headers, state["request_id"], error, began)
                 await error_response(error, state["request_id"])(scope, receive, send)
                 return
         state["request_id"] = state["request_id"] or new_request_id()
         if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
-            response = error_response(unauthenticated(), state["request_id"], {"WWW-Authenticate": "Bearer"})
+            refusal = unauthenticated()
+            if post is not None:
+                post.refused(headers, state["request_id"], refusal, began)
+            response = error_response(refusal, state["request_id"], {"WWW-Authenticate": "Bearer"})
             await response(scope, receive, send)
             return
-        app = self._posts.get(path, self._app) if scope["method"] == "POST" else self._app
-        await app(scope, receive, send)
+        await (self._app if post is None else post)(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
         """Compares with every key, each in constant time."""

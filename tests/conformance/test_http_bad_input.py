@@ -383,6 +383,54 @@ async def test_body_when_too_large_is_413_also_when_its_size_is_not_declared():
 
 
 @pytest.mark.parametrize(
+    ("headers", "body", "code"),
+    [
+        ({"Authorization": "Bearer wrong"}, b"{}", ErrorCode.UNAUTHENTICATED),
+        ({"X-Request-Id": "a b"}, b"{}", RANGE),
+        ({"Content-Type": "text/plain"}, b"{}", ErrorCode.UNSUPPORTED_MEDIA_TYPE),
+        ({}, b" " * 10_001, ErrorCode.PAYLOAD_TOO_LARGE),
+        ({}, b'{"request_id": "a#b"}', RANGE),
+        ({}, b"{", FORMAT),
+    ],
+)
+@pytest.mark.parametrize(("path", "api"), [(TEXT, "completions"), (CHAT, "chat")])
+async def test_request_when_refused_before_its_body_is_understood_has_its_line_and_counts(
+    path, api, headers, body, code
+):
+    async with running_router(max_payload_bytes=10_000, api_keys=("key",)) as router:
+        headers = {"Content-Type": "application/json", "Authorization": "Bearer key", **headers}
+        response = await router.client.post(path, content=body, headers=headers)
+        check_error(response, code)
+        [line] = router.access_log.records
+        assert line["request_id"] == response.headers["x-request-id"]
+        assert (line["code"], line["api"], line["outcome"]) == (code.name, api, "error")
+        assert [arrival["request_id"] for arrival in router.access_log.arrivals] == [line["request_id"]]
+        labels = {"model_name": "other", "api": api}
+        assert router.figure("baton_requests_total", **labels, stream="false", outcome="error") == 1
+        phase = "before_first_token"
+        assert router.figure("baton_request_errors_total", **labels, code=code.name, phase=phase) == 1
+        status = str(response.status_code)
+        assert router.figure("baton_http_requests_total", route=path, method="POST", status=status) == 1
+        assert len(router.open_requests) == 0
+        await router.client.get(path)  # no request for an answer, and so no line
+        assert len(router.access_log.records) == 1
+
+
+async def test_body_when_its_client_leaves_in_the_middle_is_a_cancelled_request():
+    async with running_router() as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        fields = "Host: x\r\nX-Request-Id: half\r\nContent-Length: 50\r\nExpect: 100-continue"
+        writer.write(f'POST {TEXT} HTTP/1.1\r\n{fields}\r\n\r\n{{"prompt"'.encode())
+        async with asyncio.timeout(10):
+            assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")  # the body is being read
+        writer.close()
+        line = await router.access_log.last()
+        assert (line["request_id"], line["code"], line["source"]) == ("half", "CANCELLED", "client_cancel")
+        labels = {"model_name": "other", "api": "completions", "stream": "false", "outcome": "error"}
+        assert router.figure("baton_requests_total", **labels) == 1
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         b"BREW /pot HTTP/1.1\r\nHost: x\r\n\r\n",

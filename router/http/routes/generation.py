@@ -25,7 +25,7 @@ from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
 from router.validation import SINGLE_SERVER_KEY, GenerationParams
 from rpc.errors import BatonError, ErrorCode
-from rpc.ids import new_request_id, valid_request_id
+from rpc.ids import check_request_id, new_request_id
 from rpc.server import PRIVATE_KEY, says_yes
 from rpc.stages import in_stage
 from rpc.timeline import TIMELINE_KEY, asks
@@ -45,20 +45,28 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = time.monotonic()
         headers = Headers(scope=scope)
-        check_media_type(headers)
-        raw = await read_body(headers, receive, self._services.max_payload_bytes)
+        state = scope["state"]
+        try:
+            check_media_type(headers)
+            raw = await read_body(headers, receive, self._services.max_payload_bytes)
+        except (BatonError, ClientGone) as error:
+            self.refused(headers, state["request_id"], error if isinstance(error, BatonError) else None, arrival)
+            raise
         content: dict[str, Any] = {}
         refusal: BatonError | None = None
         try:
             content = parse_object(raw)
         except BatonError as error:
             refusal = error
-        state = scope["state"]
         request_id = state.get("header_request_id") or content.get("request_id")
         if not isinstance(request_id, str):
             request_id = new_request_id()
-        if valid_request_id(request_id):
-            state["request_id"] = request_id
+        try:
+            check_request_id(request_id)
+        except BatonError as error:
+            self.refused(headers, state["request_id"], error, arrival)
+            raise
+        state["request_id"] = request_id
         model = content.get("model")
         gone = False
         with self._services.open_requests.open(
@@ -83,6 +91,18 @@ class GenerationEndpoint:
                 gone = True
         if gone:
             raise ClientGone
+
+    def refused(self, headers: Headers, request_id: str, error: BatonError | None, arrival: float) -> None:
+        """Accounts for a request that came no further than its head or body."""
+        self._services.open_requests.refused(
+            request_id,
+            error,
+            api=self._kind,
+            arrival=arrival,
+            private=says_yes(headers.get(PRIVATE_KEY, "")),
+            traceparent=headers.get("traceparent", ""),
+            tracestate=headers.get("tracestate", ""),
+        )
 
 
 class _Generation:

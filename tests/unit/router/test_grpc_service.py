@@ -283,6 +283,17 @@ async def test_abort_when_the_request_is_open_then_its_stream_ends_with_abort():
         assert code_of(caught.value) is ErrorCode.INVALID_PARAMS
 
 
+async def test_generate_when_its_id_is_none_then_the_refusal_has_its_line_under_the_id_of_the_answer():
+    async with running_api() as api:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await api.generate(token_ids=ids(*PROMPT), request_id="a#b")
+        assert code_of(caught.value) is ErrorCode.INVALID_PARAMS
+        [line] = api.cluster.access.lines
+        assert (line["api"], line["code"], line["outcome"]) == ("grpc", "INVALID_PARAMS", "error")
+        parsed = parse_status(details_payload(caught.value.trailing_metadata()))
+        assert parsed is not None and line["request_id"] == parsed.metadata["request_id"]
+
+
 async def test_list_models_when_servers_are_known_then_the_model_is_described():
     async with running_api() as api:
         [model] = (await api.stub.ListModels(generation_pb2.ListModelsRequest())).models
@@ -301,8 +312,10 @@ async def test_api_key_when_it_is_missing_or_wrong_then_every_method_is_refused(
                 await method(message, metadata=metadata)
             assert code_of(caught.value) is ErrorCode.UNAUTHENTICATED
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await api.generate(token_ids=ids(*PROMPT), metadata=metadata)
+            await api.generate(token_ids=ids(*PROMPT), metadata=metadata, request_id="r1")
         assert code_of(caught.value) is ErrorCode.UNAUTHENTICATED
+        [line] = api.cluster.access.lines  # of a request, and of nothing else
+        assert (line["request_id"], line["api"], line["code"]) == ("r1", "grpc", "UNAUTHENTICATED")
         for key in ("right", "second"):
             await api.stub.ListModels(
                 generation_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {key}"),)
