@@ -29,6 +29,10 @@ class LaunchError(Exception):
     """A process did not come up; one line with the cause it gave."""
 
 
+class LaunchTimeout(LaunchError):
+    """A process did not come up in time."""
+
+
 class LaunchStopped(Exception):
     """The start was given up because a stop was asked for."""
 

@@ -40,7 +40,7 @@ class Progress:
             self._bar.update(self._task, completed=done, total=self.total)
         elif time.monotonic() - self._logged >= _LOG_EVERY_S:
             self._logged = time.monotonic()
-            _log.info("%s: %.0f of %.0f %s", self.title, done, self.total, self.unit)
+            _log.info("%s: %.3g of %.3g %s", self.title, done, self.total, self.unit)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
