@@ -7,6 +7,7 @@ is checked against the model's context.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -254,11 +255,18 @@ class RequestValidator:
 
     async def prepare(self, params: GenerationParams, owner: OpenRequest) -> AnswerRequest:
         """The sequences to generate. LONG_PROMPT_ERROR, with both numbers, when prompt and answer do not
-        fit."""
+        fit; GENERATE_TIMEOUT when the deadline passes while a grammar waits to be checked."""
         if params.grammar is not None:
             if self._grammars is None:
                 raise not_offered(params.grammar.field)
-            await self._grammars.admit(params.grammar.spec, params.grammar.field)
+            try:
+                async with asyncio.timeout(owner.deadline.timeout()):
+                    await self._grammars.admit(params.grammar.spec, params.grammar.field)
+            except TimeoutError:
+                raise BatonError(
+                    ErrorCode.GENERATE_TIMEOUT,
+                    "the request's deadline passed while its grammar was checked; allow it more time",
+                ) from None
         facts = self.model()
         name = check_model(params.model, facts)
         prompts = [self._fit(prompt, params, facts.max_model_len) for prompt in await self._prompts(params, facts)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -160,11 +161,15 @@ def test_requirements_when_extras_are_named_then_their_packages_are_among_the_li
         assert "no extra 'gpus'" in wrong.stderr
 
 
-@pytest.mark.parametrize(("stage", "default"), [("packages-cpu", ""), ("packages-cuda", "gpu")])
-def test_dockerfile_when_extras_are_left_to_it_then_they_exist(stage: str, default: str) -> None:
-    arguments = [each.text for each in own_stages()[stage].instructions if each.name == "ARG"]
+@pytest.mark.parametrize(("stage", "default"), [("packages-cpu", "grammar"), ("packages-cuda", "gpu grammar")])
+def test_dockerfile_when_extras_are_left_to_it_or_to_compose_then_structured_output_is_among_them(
+    stage: str, default: str
+) -> None:
+    arguments = [shlex.split(each.text)[0] for each in own_stages()[stage].instructions if each.name == "ARG"]
     assert f"EXTRAS={default}" in arguments
     assert set(default.split()) <= set(PROJECT["project"]["optional-dependencies"])
+    file = "docker-compose.gpu.yml" if "gpu" in default else "docker-compose.yml"
+    assert f"EXTRAS: ${{EXTRAS:-{default}}}\n" in (ROOT / "deploy" / file).read_text(encoding="utf-8")
 
 
 def test_dockerfile_when_protos_are_built_then_every_module_is_made(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
 
+from router.grammar.keys import AskedGrammar
 from router.open_requests import OpenRequests
 from router.requests import ModelFacts
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.validation import GenerationParams, RequestValidator, check_model, check_token_ids, split_prompts
 from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import GrammarKind, GrammarSpec
 from rpc.metrics import Registry
 from tests.unit.router import tokenizer_folders as folders
 
@@ -207,3 +210,18 @@ async def test_seed_when_a_request_brings_none_then_it_is_drawn_from_the_routers
 
     assert await drawn(seed=7) == await drawn(seed=7) != await drawn(seed=8)
     assert await drawn() != await drawn()
+
+
+async def test_prepare_when_the_deadline_passes_while_a_grammar_waits_then_it_is_603():
+    class Busy:
+        async def admit(self, spec: GrammarSpec, param: str) -> None:
+            await asyncio.Event().wait()
+
+    table = OpenRequests(Registry("router", process_metrics=False), request_timeout_s=0.05, served_names=lambda: ())
+    params = GenerationParams(api="completions", prompt="hi")
+    params.grammar = AskedGrammar(GrammarSpec(GrammarKind.REGEX, "a"), "regex")
+    with pytest.raises(BatonError) as caught, table.open("id", api="completions") as owner:
+        async with asyncio.timeout(10):
+            await validator(grammars=Busy()).prepare(params, owner)
+    assert caught.value.code is ErrorCode.GENERATE_TIMEOUT
+    assert owner.error is caught.value
