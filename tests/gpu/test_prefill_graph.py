@@ -1,4 +1,4 @@
-"""Prefill graphs on a GPU: invariants 1, 10, 15 to 18, 21, 23 and 27 of docs/cuda_graphs.md, and that nothing waits."""
+"""Prefill graphs on a GPU: invariants 1, 10, 15 to 18, 20, 21, 23, 27 of docs/cuda_graphs.md. Nothing waits there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from engine.attention.backend import GraphSelectionMode
 from engine.config import EngineConfig
 from engine.graph_settings import DEFAULT_BUCKETS, PrefillGraphSettings
+from engine.input_embeddings import EmbeddingRows
 from engine.messages import RunMode
 from engine.runner.batch import StepBatch
 from engine.runner.capture import CudaRecorder
@@ -244,6 +245,26 @@ def test_replay_when_it_is_prepared_and_launched_then_nothing_waits_for_the_devi
         torch.cuda.set_sync_debug_mode("default")
     assert launched.prefill.status == "replayed"
     padded.runner.device_steps.finish(batch, launched)
+
+
+def test_embeddings_when_rows_bring_those_of_other_tokens_then_steps_of_both_kinds_answer_as_to_these(padded):
+    table = padded.runner.model.embedding.table.float().cpu().numpy()
+    for seed, lengths in ((30, (20, 33)), (32, (1, 60)), (34, (50,))):
+        meant, rows = padded.rows(*lengths, seed=seed), padded.rows(*lengths, seed=seed + 1)
+        for row, other in zip(rows, meant, strict=True):
+            row.embeddings = (EmbeddingRows(0, table[other.token_ids]),)
+        for run in (padded.replay, padded.eager):
+            expected = [row.token_id for row in run(meant).rows]
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = [row.token_id for row in run(rows).rows]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert found == expected
+    plain = padded.rows(20, 33, seed=40)
+    expected = [row.token_id for row in padded.eager(plain).rows]
+    assert [row.token_id for row in padded.replay(plain).rows] == expected
 
 
 def test_addresses_when_batches_change_then_results_follow_and_no_address_does(padded):
