@@ -5,6 +5,8 @@ Servers of other projects lack some of these pages; what is missing is left out 
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 GENERATION_SERVICE = "baton.v1.Generation"
 POLL_S = 0.2
 PAGE_TIMEOUT_S = 5.0
+SILENT_S = 2.0
 
 
 class NotReady(Exception):
@@ -25,9 +28,22 @@ def _headers(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
+def _say_waiting(began: float, address: str, reason: str, timeout_s: float) -> float:
+    """One line for a wait that takes longer than SILENT_S; returns when to say it, never once it has been said."""
+    if time.monotonic() - began < SILENT_S:
+        return began
+    print(
+        f"waiting for {address} to be ready, at most {timeout_s:g} s (--ready-check-timeout-sec): {reason}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return math.inf
+
+
 def first_model(base_url: str, api_key: str, timeout_s: float) -> str:
     """Waits until a server is ready; returns the first served model name. Raises NotReady with the last reason."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline = began + timeout_s
     with httpx.Client(headers=_headers(api_key), timeout=PAGE_TIMEOUT_S, trust_env=False) as client:
         while True:
             try:
@@ -40,6 +56,7 @@ def first_model(base_url: str, api_key: str, timeout_s: float) -> str:
                 raise NotReady(f"--base-url {base_url}: {error}") from None
             except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
                 reason = str(error) or type(error).__name__
+            began = _say_waiting(began, base_url, reason, timeout_s)
             if time.monotonic() > deadline:
                 raise NotReady(f"{base_url} was not ready within {timeout_s:g} s: {reason}")
             time.sleep(POLL_S)
@@ -47,7 +64,8 @@ def first_model(base_url: str, api_key: str, timeout_s: float) -> str:
 
 def wait_grpc_ready(address: str, timeout_s: float) -> None:
     """Waits until the router's Generation service says SERVING. Raises NotReady."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline = began + timeout_s
     request = health_pb2.HealthCheckRequest(service=GENERATION_SERVICE)
     with grpc.insecure_channel(address.removeprefix("http://"), options=[("grpc.enable_http_proxy", 0)]) as channel:
         while True:
@@ -59,6 +77,7 @@ def wait_grpc_ready(address: str, timeout_s: float) -> None:
                 reason = f"{GENERATION_SERVICE} is not serving"
             except grpc.RpcError as error:
                 reason = str(error.details())
+            began = _say_waiting(began, address, reason, timeout_s)
             if time.monotonic() > deadline:
                 raise NotReady(f"{address} was not ready within {timeout_s:g} s: {reason}")
             time.sleep(POLL_S)

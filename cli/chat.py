@@ -87,8 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 130
-    except (ApiError, httpx.HTTPError) as error:
+    except ApiError as error:
         print(f"baton chat: {error}", file=sys.stderr)
+        return 1
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        print(
+            f"baton chat: no router answers at {arguments.base_url} ({reason}); is --base-url right?", file=sys.stderr
+        )
         return 1
     return 0
 

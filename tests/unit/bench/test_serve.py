@@ -219,6 +219,20 @@ def test_run_when_nothing_serves_then_one_line_names_the_address(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("backend", ["openai", "baton-grpc"])
+def test_run_when_it_waits_for_a_server_then_said_once(
+    tokenizer: str, backend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.router_facts.SILENT_S", 0.0)
+    with in_thread(SseServer([])) as gone:
+        url = gone.url
+    arguments = ["--base-url", url, "--tokenizer", tokenizer, "--ready-check-timeout-sec", "0.5", "--backend", backend]
+    assert main(arguments) == 2
+    waiting, given_up = capsys.readouterr().err.splitlines()
+    assert waiting.startswith(f"waiting for {url} ") and "--ready-check-timeout-sec" in waiting
+    assert "not ready within 0.5 s" in given_up
+
+
 def test_port_when_not_given_then_that_of_the_back_end() -> None:
     assert Plan.of(parser().parse_args([])).base_url == "http://127.0.0.1:8000"
     assert Plan.of(parser().parse_args(["--backend", "baton-grpc"])).base_url == "http://127.0.0.1:8001"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cli.chat import main as chat
 from cli.client import ApiError, StreamedAnswer, get_json, stream_chat
 from tests.unit.bench.sse_server import DONE, SseServer, event, in_thread
 
@@ -70,3 +71,11 @@ def test_stream_when_it_breaks_off_then_an_error(server: SseServer) -> None:
 def test_get_when_the_error_is_not_the_routers_then_its_body_is_shown(server: SseServer) -> None:
     with pytest.raises(ApiError, match="HTTP 404"):
         get_json(server.url, "/v1/models")
+
+
+def test_chat_when_no_router_answers_then_one_line_names_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_thread(SseServer([])) as gone:
+        url = gone.url
+    assert chat(["--base-url", url, "hello"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"baton chat: no router answers at {url} ") and "--base-url" in line
