@@ -93,9 +93,13 @@ class _Choice:
     # Imported where they are chosen: a server on the CPU starts without Triton
 
     def _triton(self) -> AttentionBackend:
-        from engine.attention.triton_backend import TritonBackend
+        from engine.attention.triton_backend import MOST_ROWS, TritonBackend
 
         config = self.config
+        if self.limits.max_rows > MOST_ROWS:
+            raise ModelLoadError(
+                f"--max-num-seqs {self.limits.max_rows}: attention on a device takes at most {MOST_ROWS} rows; lower it"
+            )
         if reason := TritonBackend.unavailable(config.head_dim, self.device):
             raise ModelLoadError(f"--attention-backend 'triton' {reason}; use 'auto'")
         return TritonBackend(

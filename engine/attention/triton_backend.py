@@ -13,6 +13,7 @@ from kernels.decode_attention import decode_attention, scratch_for
 from kernels.prefill_attention import prefill_attention
 
 _PREFILL_GRAPH_DEVICES = ((9, 0),)  # compute capabilities on which replayed prompts have been tested
+MOST_ROWS = 8192  # of a step; the kernels' searches are made for no more
 
 
 @dataclass(slots=True)

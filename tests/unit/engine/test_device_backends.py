@@ -18,7 +18,7 @@ from engine.attention.flashinfer_backend import FlashInferBackend, page_lists
 from engine.attention.measured_backend import MeasuredBackend
 from engine.attention.selection import select_backend
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_backend import TritonBackend
+from engine.attention.triton_backend import MOST_ROWS, TritonBackend
 from engine.loader.errors import ModelLoadError
 from kernels import jit
 from tests.unit.engine.step_rows import step_rows
@@ -386,6 +386,12 @@ def test_a_backend_is_taken_by_name(device: torch.device) -> None:
 def test_a_backend_that_cannot_run_here_is_refused_with_what_to_use(name: str, on: str, says: str) -> None:
     with pytest.raises(ModelLoadError, match=says):
         select_backend(name, MODEL, BLOCK, torch.bfloat16, device=torch.device(on), limits=LIMITS)
+
+
+def test_more_rows_than_the_kernels_search_are_refused_at_the_start(device: torch.device) -> None:
+    most = replace(LIMITS, max_rows=MOST_ROWS + 1)
+    with pytest.raises(ModelLoadError, match="--max-num-seqs 8193.*8192"):
+        select_backend("triton", MODEL, BLOCK, torch.bfloat16, device=device, limits=most)
 
 
 def test_head_dims_that_no_kernel_has_are_refused(device: torch.device) -> None:
