@@ -390,7 +390,7 @@ def test_a_backend_that_cannot_run_here_is_refused_with_what_to_use(name: str, o
 
 def test_more_rows_than_the_kernels_search_are_refused_at_the_start(device: torch.device) -> None:
     most = replace(LIMITS, max_rows=MOST_ROWS + 1)
-    with pytest.raises(ModelLoadError, match="--max-num-seqs 8193.*8192"):
+    with pytest.raises(ModelLoadError, match=r"--max-num-seqs 8193.*8192"):
         select_backend("triton", MODEL, BLOCK, torch.bfloat16, device=device, limits=most)
 
 
