@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cli.process import LaunchError, LaunchStopped, Process
+from cli.process import LaunchError, LaunchStopped, LaunchTimeout, Process
 
-__all__ = ["LaunchError", "LaunchStopped", "Launcher", "Process"]
+__all__ = ["LaunchError", "LaunchStopped", "LaunchTimeout", "Launcher", "Process"]
 
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 STABLE_S = 60.0  # a process that has run for this long starts with a clean slate

@@ -127,13 +127,16 @@ class Process:
         return self._listening.wait(timeout_s)
 
     def check_ready(self, limit_s: float) -> bool:
-        """Whether it listens. Raises LaunchError with its own last words when it never will, or after `limit_s`."""
+        """Whether it listens.
+
+        Raises LaunchError with its own last words when it never will, LaunchTimeout after `limit_s`.
+        """
         if self.listening:
             return True
         if not self.alive():
             raise LaunchError(f"{self.name} ended with status {self.status}: {self.last_words()}")
         if time.monotonic() - self.started_at > limit_s:
-            raise LaunchError(f"{self.name} was not ready within {limit_s:.0f} s: {self.last_words()}")
+            raise LaunchTimeout(f"{self.name} was not ready within {limit_s:g} s: {self.last_words()}")
         return False
 
     def last_words(self) -> str:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from cli.launch import Launcher, LaunchError, LaunchStopped
+from cli.launch import Launcher, LaunchError, LaunchStopped, LaunchTimeout
+
+START_TIMEOUT_S = 600.0  # a process that ends while it starts is noticed at once; this is for one that hangs
 
 
 class StopSignals:
@@ -68,7 +70,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="access logs of all processes: DIR/router.log, DIR/prefill-0.log, ...; opened anew on SIGHUP",
     )
-    p.add_argument("--verbose", action="store_true", help="print the servers' logs")
+    p.add_argument(
+        "--start-timeout",
+        type=float,
+        default=START_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"give a process up that has not loaded its model within so many (default {START_TIMEOUT_S:g})",
+    )
+    p.add_argument("--verbose", action="store_true", help="print the logs of all processes")
     return p
 
 
@@ -83,6 +92,8 @@ def _mistake(arguments: argparse.Namespace) -> str:
             return f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from 0 to 65535"
     if arguments.port and arguments.port == arguments.grpc_port:
         return f"--port and --grpc-port are both {arguments.port}; choose two"
+    if not arguments.start_timeout > 0:
+        return f"--start-timeout {arguments.start_timeout:g} must be above 0"
     for name in ("server_flags", "prefill_flags", "decode_flags", "router_flags"):
         try:
             shlex.split(getattr(arguments, name))
@@ -145,6 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         decode_flags=shlex.split(arguments.decode_flags),
         router_flags=shlex.split(arguments.router_flags),
         access_log_dir=arguments.access_log_dir,
+        start_timeout_s=arguments.start_timeout,
         log=(lambda line: print(line, file=sys.stderr)) if arguments.verbose else None,
         say=lambda line: print(line, flush=True),
     )
@@ -159,6 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchStopped:
         launcher.say("stopped before everything was up")
         return 128 + signals.number
+    except LaunchTimeout as error:
+        print(f"baton up: {error}; --start-timeout allows more", file=sys.stderr)
+        return 1
     except LaunchError as error:
         print(f"baton up: {error}", file=sys.stderr)
         return 1

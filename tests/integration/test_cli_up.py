@@ -303,6 +303,12 @@ def test_up_when_a_flag_is_one_of_the_processes_then_said_where_it_goes(model: P
         assert "--kv-lease-seconds 60" in line and "--server-flags" in line
 
 
+def test_up_when_a_server_does_not_start_in_time_then_the_flag_is_named(model: Path) -> None:
+    with running(model, "--start-timeout", "0.2") as up:
+        assert up.wait_end() == 1
+        assert "was not ready within 0.2 s" in up.text and "--start-timeout allows more" in up.text
+
+
 def test_up_when_a_server_flag_is_wrong_then_its_own_words_are_shown(model: Path) -> None:
     with running(model, "--decode-flags=--block-size 0") as up:
         assert up.wait_end() == 1
