@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.layers.device_linear import measured_sizes
 from engine.messages import SamplingParams
 from engine.runner import device_inputs
 from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.capture import HostRecorder
 from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.device_inputs import DeviceInputs
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
@@ -23,7 +25,7 @@ from engine.sampling import SamplingRow
 from kernels import jit, small_gemm_table
 from kernels.metadata import DecodeLayout, PrefillLayout
 from kernels.small_gemm import Config
-from rpc.errors import ErrorCode
+from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.real_engine import RealEngine
 from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
 from tests.unit.engine.tiny_models import tiny_model
@@ -220,6 +222,29 @@ def test_decode_graph_when_preparing_it_fails_then_the_step_runs_eagerly_and_the
     found = runner.execute(moved)
     assert found.decode_status == DecodeGraphStatus.REPLAYED
     assert found.rows[0].token_id == expected.rows[0].token_id
+
+
+@pytest.mark.parametrize("fails", ["before", "during", "replay"])
+def test_decode_capture_when_it_fails_then_steps_are_eager_or_once_it_has_begun_there_are_none(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = new_runner("llama", "triton", max_num_seqs=1, max_num_batched_tokens=16)
+    batch = StepBatch([sampled("a", [7], 20, [1, 2])])
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt if fails == "during" else RuntimeError("no room")
+
+    if fails == "before":
+        monkeypatch.setattr(runner.backend, "graph_plans", fail)
+        assert runner.capture_decode_graphs((1,)) is None
+        assert runner.execute(batch).decode_status == DecodeGraphStatus.CAPTURE_UNAVAILABLE
+        return
+    # In place of the recording, or of a replay that leaves what it finds
+    monkeypatch.setattr(HostRecorder, "record", fail if fails == "during" else lambda *_: (Mock(spec=["replay"]), None))
+    for act in (lambda: runner.capture_decode_graphs((1,)), lambda: runner.execute(batch)):
+        with pytest.raises(BatonError) as refusal:
+            act()
+        assert refusal.value.code is ErrorCode.GRAPH_CAPTURE_DIRTY
 
 
 def test_step_when_run_then_its_inputs_are_built_once_and_the_words_in_use_alone_are_copied(
