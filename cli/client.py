@@ -36,7 +36,10 @@ def raise_api_error(status: int, body: bytes) -> NoReturn:
         message, code = str(error["message"]), int(error.get("baton_code", 0))
         name = str(error.get("code", ""))
     except (ValueError, KeyError, TypeError):
-        raise ApiError(status, "UNKNOWN_ERROR", 514, body[:200].decode(errors="replace")) from None
+        text = body[:200].decode(errors="replace") or "no router's answer; is --base-url right?"
+        raise ApiError(status, "UNKNOWN_ERROR", 514, text) from None
+    if status == 401:
+        message = "the router wants its API key: --api-key, or BATON_API_KEY"  # its own words are for HTTP clients
     raise ApiError(status, name, code, message)
 
 

@@ -54,6 +54,18 @@ def test_stream_when_refused_then_the_errors_name_and_number(server: SseServer) 
     assert "no such model" in str(raised.value)
 
 
+def test_stream_when_the_key_is_missing_then_the_flag_of_the_command_line_is_named() -> None:
+    body = json.dumps({"error": {"message": "no", "code": "invalid_api_key", "baton_code": 40100}}).encode()
+    with in_thread(SseServer([body], status="401 Unauthorized")) as server, pytest.raises(ApiError) as caught:
+        list(stream_chat(server.url, {}, StreamedAnswer()))
+    assert caught.value.code == 40100 and "--api-key" in str(caught.value)
+
+
+def test_get_when_there_is_no_such_page_then_said_that_it_may_be_no_router() -> None:
+    with in_thread(SseServer([])) as server, pytest.raises(ApiError, match="no router's answer"):
+        get_json(server.url, "/v1/models")
+
+
 def test_stream_when_it_fails_in_mid_stream_then_what_came_and_the_error(server: SseServer) -> None:
     server.pieces = [piece("Par"), event(**ERROR), DONE]
     answer = StreamedAnswer()
