@@ -217,7 +217,7 @@ class _Writer:
         try:
             self.sink.reopen()
         except OSError as error:
-            _log.error("%s: cannot be opened anew, the old file goes on: %s", self.name, error)
+            _log.warning("%s: cannot be opened anew, the old file goes on: %s", self.name, error)
 
     # -- the end
 
@@ -245,7 +245,7 @@ class _Writer:
             self._write_what_waits(float("inf") if until is None else until)
             self.sink.flush()
         except (OSError, ValueError) as error:
-            _log.error("%s: the last lines could not be written: %s", self.name, error)
+            _log.warning("%s: the last lines could not be written: %s", self.name, error)
         finally:
             for _ in self._left():
                 pass  # out of time; they stay counted as taken and not written

@@ -7,6 +7,7 @@ lines it was given are out, in order; it raises nothing for a disk that is full 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -97,9 +98,11 @@ def _whole(lines: Sequence[bytes], size: int) -> int:
 
 class RotatingFile:
     """Appends to `path`; a file that would grow beyond `max_bytes` is renamed to `path.1`, that one to `path.2`, up
-    to `backups`. Without backups the file begins anew.
+    to `backups`. Without backups the file begins anew. What is no regular file (/dev/null, /dev/stdout, a named pipe)
+    is written to and never renamed.
 
-    Raises OSError when it cannot be opened. A rotation that fails is tried again after another `max_bytes`.
+    Raises OSError when it cannot be opened, also for a pipe that nobody reads: it is not waited for. A rotation that
+    fails is tried again after another `max_bytes`.
     """
 
     def __init__(self, path: str | Path, max_bytes: int, backups: int) -> None:
@@ -116,17 +119,26 @@ class RotatingFile:
         return self._out.problem or self._rotation_problem
 
     def _open(self) -> None:
-        new = io.FileIO(self._path, "ab")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            fd = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise OSError(error.errno, "no process reads this pipe", self._path) from None
+            raise
+        new = io.FileIO(fd, "ab")
         old, self._file = self._file, new
-        self._out = _Descriptor(new.fileno(), _FILE_WRITE_BYTES)
-        self._size = os.fstat(new.fileno()).st_size
+        status = os.fstat(fd)
+        self._regular = stat.S_ISREG(status.st_mode)
+        self._out = _Descriptor(fd, _PIPE_WRITE_BYTES if stat.S_ISFIFO(status.st_mode) else _FILE_WRITE_BYTES)
+        self._size = status.st_size
         if old is not None:
             old.close()
 
     def write(self, lines: Sequence[bytes]) -> int:
         done = 0
         while done < len(lines):
-            if self._size and self._size + len(lines[done]) + 1 > self._max_bytes:
+            if self._regular and self._size and self._size + len(lines[done]) + 1 > self._max_bytes:
                 self._rotate()
             count, size = 0, 0
             for line in lines[done:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,39 @@ def test_reopen_when_it_fails_then_the_old_file_goes_on_and_that_is_said(
     handler.close()
     assert (tmp_path / "away" / "log").read_text() == "before\nafter\n"
     assert "cannot be opened anew" in caplog.text
+
+
+def test_device_when_more_is_written_than_a_file_may_hold_then_it_is_not_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "null"
+    path.symlink_to("/dev/null")  # a rename would hit the link
+    sink = RotatingFile(path, 10, 2)
+    assert sink.write([b"0123456789"] * 3) == 3
+    sink.close()
+    assert path.is_char_device() and [p.name for p in tmp_path.iterdir()] == ["null"]
+
+
+def test_pipe_when_nobody_reads_it_then_opening_fails_at_once_and_with_a_reader_it_gets_the_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no process reads this pipe"):
+        RotatingFile(path, 100, 2)
+    log = tmp_path / "log"
+    handler = make(RotatingFile(log, 100, 2))
+    os.replace(path, log)
+    reopen_logs()
+    put(handler, "lost with the file")
+    handler.flush()
+    assert "no process reads this pipe" in caplog.text
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        reopen_logs()
+        put(handler, *(f"{number:09d}" for number in range(20)))
+        handler.close()
+        assert os.read(reader, 1000).split() == [b"%09d" % number for number in range(20)]
+    finally:
+        os.close(reader)
 
 
 def test_disk_when_it_is_full_then_lines_that_do_not_fit_are_counted_and_the_next_one_is_whole(tmp_path: Path) -> None:
