@@ -138,7 +138,7 @@ class GrammarCompiler:
 
 def _json(spec: GrammarSpec) -> Any:
     try:
-        return json.loads(spec.text)
+        return json.loads(spec.text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise _error(
             spec.kind,
@@ -147,6 +147,12 @@ def _json(spec: GrammarSpec) -> Any:
         ) from None
     except RecursionError:
         raise _error(spec.kind, "is nested too deeply", {}) from None
+    except ValueError as error:  # a number of too many digits, or none
+        raise _error(spec.kind, f"is not JSON: {_cleaned(error)}", {}) from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _check(schema: Any, place: str) -> None:

@@ -3,14 +3,24 @@
 `xgrammar` passes over what it cannot express, and an answer might then break its schema. A schema is therefore looked
 through before it is compiled, and the first thing that would be passed over refuses it. The rules are those of
 xgrammar 0.2; tests compare them with the `jsonschema` package on what the library accepts.
+
+The router asks in its event loop about the schemas of tools, so the work is bounded whatever a client sends: by the
+number of parts, by the comparisons that `oneOf` needs, and by the length of a pointer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 128
+MAX_PARTS = 10_000
+MAX_COMPARISONS = 100_000
+MOST_TYPES = 7  # there are no more
+# Characters of a pointer, and of a client's text in a message; what is longer is cut.
+MAX_POINTER = 512
+MAX_QUOTED = 100
 
 # Of no effect on what is valid.
 _ANNOTATIONS = {
@@ -60,12 +70,34 @@ class UnsupportedSchema(ValueError):
         self.pointer = pointer or "/"
 
 
-def check_schema(schema: Any) -> None:
-    """Raises UnsupportedSchema for the first part of a schema that a grammar could not keep to."""
-    _check(schema, "", schema, 0)
+@dataclass(slots=True)
+class SchemaBudget:
+    """What looking through schemas may still take; one budget may serve several."""
+
+    parts: int = MAX_PARTS
+    comparisons: int = MAX_COMPARISONS
+
+    def compare(self, count: int) -> None:
+        """Before `count` comparisons. Raises _TooMuchWork."""
+        self.comparisons -= count
+        if self.comparisons < 0:
+            raise _TooMuchWork
 
 
-def _check(schema: Any, at: str, root: Any, depth: int) -> None:
+class _TooMuchWork(Exception):
+    """The entries of a `oneOf` are too many to compare."""
+
+
+def check_schema(schema: Any, budget: SchemaBudget | None = None) -> None:
+    """Raises UnsupportedSchema for the first part of a schema that a grammar could not keep to, and for one that has
+    too many parts to be looked through."""
+    _check(schema, "", schema, 0, SchemaBudget() if budget is None else budget)
+
+
+def _check(schema: Any, at: str, root: Any, depth: int, budget: SchemaBudget) -> None:
+    budget.parts -= 1
+    if budget.parts < 0:
+        raise UnsupportedSchema(at, f"has more than {MAX_PARTS} parts")
     if depth > MAX_DEPTH:
         raise UnsupportedSchema(at, f"is nested more than {MAX_DEPTH} levels deep")
     if isinstance(schema, bool):
@@ -78,14 +110,14 @@ def _check(schema: Any, at: str, root: Any, depth: int) -> None:
         if key in schema and not (key == "uniqueItems" and schema[key] is False):
             problem = f"the keyword {key!r} cannot be kept to; write the schema without it"
             raise UnsupportedSchema(f"{at}/{key}", problem)
-    _check_whole(schema, at, root)
+    _check_whole(schema, at, root, budget)
     types = _types(schema, at)
     _check_keywords(schema, types, at)
     for place, child in _children(schema, at):
-        _check(child, place, root, depth + 1)
+        _check(child, place, root, depth + 1, budget)
 
 
-def _check_whole(schema: Mapping[str, Any], at: str, root: Any) -> None:
+def _check_whole(schema: Mapping[str, Any], at: str, root: Any, budget: SchemaBudget) -> None:
     """Keys that xgrammar takes as the whole of a schema: what stands beside them would be passed over."""
     asserting = [key for key in schema if key in _KNOWN and key not in _ANNOTATIONS]
     for key in ("$ref", "anyOf", "oneOf", "allOf"):
@@ -97,7 +129,12 @@ def _check_whole(schema: Mapping[str, Any], at: str, root: Any) -> None:
         raise UnsupportedSchema(f"{at}/enum", "enum beside const cannot be kept to")
     if "allOf" in schema and (not isinstance(schema["allOf"], Sequence) or len(schema["allOf"]) != 1):
         raise UnsupportedSchema(f"{at}/allOf", "allOf can have one entry only; write its parts into one schema")
-    if "oneOf" in schema and not _exclusive(schema["oneOf"], root):
+    try:
+        exclusive = "oneOf" not in schema or _exclusive(schema["oneOf"], root, budget)
+    except _TooMuchWork:
+        problem = "oneOf has too many entries or values to tell whether they exclude each other; use anyOf"
+        raise UnsupportedSchema(f"{at}/oneOf", problem) from None
+    if not exclusive:
         raise UnsupportedSchema(
             f"{at}/oneOf",
             "oneOf needs entries that exclude each other: by type, or by a required property with another const; "
@@ -112,7 +149,7 @@ def _types(schema: Mapping[str, Any], at: str) -> tuple[str, ...]:
     if given is None:
         return ()
     types = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else ()
-    if not types or not all(isinstance(name, str) for name in types):
+    if not 0 < len(types) <= MOST_TYPES or not all(isinstance(name, str) for name in types):
         raise UnsupportedSchema(f"{at}/type", "type must be a name or a list of names")
     return types
 
@@ -136,24 +173,32 @@ def _check_keywords(schema: Mapping[str, Any], types: tuple[str, ...], at: str) 
         raise UnsupportedSchema(f"{at}/pattern", "pattern beside minLength, maxLength or format cannot be kept to")
     if "format" in schema and ("minLength" in schema or "maxLength" in schema):
         raise UnsupportedSchema(f"{at}/format", "format beside minLength or maxLength cannot be kept to")
-    if "format" in schema and "string" in types and schema["format"] not in _FORMATS:
+    if "format" in schema and "string" in types and not _is_format(schema["format"]):
         raise UnsupportedSchema(f"{at}/format", f"format must be one of {', '.join(sorted(_FORMATS))}")
     if fixed is not None and types:
         values = [schema["const"]] if fixed == "const" else schema["enum"]
         for value in values if isinstance(values, list) else ():
             if not any(_is(value, name) for name in types):
-                raise UnsupportedSchema(f"{at}/{fixed}", f"{fixed} has a value that is of no type of {list(types)}")
+                problem = f"{fixed} has a value that is of no type of {_quoted(list(types))}"
+                raise UnsupportedSchema(f"{at}/{fixed}", problem)
     if "object" in types:
         _check_object(schema, at)
+
+
+def _is_format(value: Any) -> bool:
+    return isinstance(value, str) and value in _FORMATS
 
 
 def _check_object(schema: Mapping[str, Any], at: str) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", ())
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
         raise UnsupportedSchema(at, "properties must be an object and required a list")
+    if not all(isinstance(name, str) for name in required):
+        raise UnsupportedSchema(f"{at}/required", "required must be a list of names")
     missing = next((name for name in required if name not in properties), None)
     if missing is not None:
-        raise UnsupportedSchema(f"{at}/required", f"required names {missing!r}, which is not among the properties")
+        problem = f"required names {_quoted(missing)}, which is not among the properties"
+        raise UnsupportedSchema(f"{at}/required", problem)
     if "patternProperties" in schema and (properties or schema.get("additionalProperties") not in (None, False)):
         raise UnsupportedSchema(
             f"{at}/patternProperties", "patternProperties beside properties or additionalProperties cannot be kept to"
@@ -163,19 +208,32 @@ def _check_object(schema: Mapping[str, Any], at: str) -> None:
 def _children(schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for key in ("$defs", "definitions", "properties", "patternProperties"):
         for name, child in _mapping(schema.get(key)).items():
-            yield f"{at}/{key}/{_escaped(name)}", child
+            yield _below(at, f"{key}/{_escaped(name)}"), child
     for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
         entries = schema.get(key, ())
         if not isinstance(entries, list | tuple):
             raise UnsupportedSchema(f"{at}/{key}", f"{key} must be a list")
         for index, child in enumerate(entries):
-            yield f"{at}/{key}/{index}", child
+            yield _below(at, f"{key}/{index}"), child
     for key in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
         child = schema.get(key)
         if isinstance(child, list):
             raise UnsupportedSchema(f"{at}/{key}", f"{key} must be a schema; for a list use prefixItems")
         if child is not None and child is not False:
-            yield f"{at}/{key}", child
+            yield _below(at, key), child
+
+
+def _below(at: str, part: str) -> str:
+    """A pointer one step on. A long one is cut: names may be as long as the schema, and each part has a pointer."""
+    if at.endswith("…"):
+        return at
+    pointer = f"{at}/{part}"
+    return pointer if len(pointer) <= MAX_POINTER else pointer[:MAX_POINTER] + "…"
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "…"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -183,7 +241,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _escaped(name: object) -> str:
-    return str(name).replace("~", "~0").replace("/", "~1")
+    return str(name)[: MAX_POINTER + 1].replace("~", "~0").replace("/", "~1")
 
 
 def _is(value: Any, name: str) -> bool:
@@ -191,7 +249,9 @@ def _is(value: Any, name: str) -> bool:
         case "string":
             return isinstance(value, str)
         case "integer":
-            return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+            return (isinstance(value, int) and not isinstance(value, bool)) or (
+                isinstance(value, float) and value.is_integer()
+            )
         case "number":
             return isinstance(value, int | float) and not isinstance(value, bool)
         case "boolean":
@@ -208,18 +268,20 @@ def _is(value: Any, name: str) -> bool:
 # -- oneOf ----------------------------------------------------------------------------------------------------------
 
 
-def _exclusive(entries: Any, root: Any) -> bool:
+def _exclusive(entries: Any, root: Any, budget: SchemaBudget) -> bool:
     if not isinstance(entries, list):
         return True  # refused as no list
-    resolved = [_resolved(entry, root) for entry in entries]
-    return all(_disjoint(a, b) for i, a in enumerate(resolved) for b in resolved[i + 1 :])
+    budget.compare(len(entries) * (len(entries) - 1) // 2)
+    resolved = [_resolved(entry, root, budget) for entry in entries]
+    return all(_disjoint(a, b, budget, 0) for i, a in enumerate(resolved) for b in resolved[i + 1 :])
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def _resolved(schema: Any, root: Any, budget: SchemaBudget) -> Any:
     """The schema that a chain of local references leads to."""
     for _ in range(16):
         if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
             return schema
+        budget.compare(1 + len(schema["$ref"]) // 16)
         target: Any = root
         for part in schema["$ref"].lstrip("#").split("/")[1:]:
             target = _mapping(target).get(part.replace("~1", "/").replace("~0", "~"))
@@ -227,20 +289,24 @@ def _resolved(schema: Any, root: Any) -> Any:
     return schema
 
 
-def _disjoint(a: Any, b: Any) -> bool:
+def _disjoint(a: Any, b: Any, budget: SchemaBudget, depth: int) -> bool:
     """Whether no value can fit both, as far as types, constants and required constant properties tell."""
-    if not isinstance(a, Mapping) or not isinstance(b, Mapping):
+    if not isinstance(a, Mapping) or not isinstance(b, Mapping) or depth > MAX_DEPTH:
         return False
     values_a, values_b = _values(a), _values(b)
     if values_a is not None and values_b is not None:
+        budget.compare(len(values_a) * len(values_b))
         return not any(_same(x, y) for x in values_a for y in values_b)
+    # Each of these lists is gone through once.
+    lists = (values_a, values_b, a.get("type"), b.get("type"), a.get("required"), b.get("required"))
+    budget.compare(sum(len(part) for part in lists if isinstance(part, list)))
     kinds_a, kinds_b = _kinds(a), _kinds(b)
     if kinds_a and kinds_b and not kinds_a & kinds_b:
         return True
     if kinds_a == kinds_b == {"object"}:
         shared = set(_names(a.get("required"))) & set(_names(b.get("required")))
         ours, theirs = _mapping(a.get("properties")), _mapping(b.get("properties"))
-        return any(_disjoint(ours.get(name), theirs.get(name)) for name in shared)
+        return any(_disjoint(ours.get(name), theirs.get(name), budget, depth + 1) for name in shared)
     return False
 
 

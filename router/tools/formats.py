@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.grammar.keys import AskedGrammar
+import msgspec
+
+from router.grammar.keys import AskedGrammar, wrong
 from router.tools.request import Tool, ToolRequest
 from rpc.errors import BatonError, ErrorCode
-from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec
-from rpc.json_schema_support import UnsupportedSchema, check_schema
+from rpc.grammar import MAX_GRAMMAR_BYTES, MAX_WHITESPACE, GrammarKind, GrammarSpec
+from rpc.json_schema_support import SchemaBudget, UnsupportedSchema, check_schema
 from rpc.vocabulary import TOOL_MARKERS
 
 FormatName = Literal["hermes", "llama3_json", "mistral"]
@@ -52,11 +54,16 @@ def tool_grammar(request: ToolRequest, form: ToolFormat) -> AskedGrammar | None:
     """What holds the answer to calls of the tools; None where the model is free.
 
     With `auto` that is so unless a tool is strict and the form marks its calls: then text is free, and calls keep to
-    the schemas. Raises ERROR_GENERATE_CONFIG_FORMAT for the schema of a strict tool that cannot be kept to.
+    the schemas. Raises ERROR_GENERATE_CONFIG_FORMAT for the schema of a strict tool that cannot be kept to, and for
+    schemas that are larger than a grammar may be.
     """
     if request.choice == "auto" and (form.name != "hermes" or not any(tool.strict for tool in request.tools)):
         return None
-    tags = [_tag(tool, form) for tool in request.tools]
+    size = len(msgspec.json.encode([tool.parameters for tool in request.tools]))
+    if size > MAX_GRAMMAR_BYTES:
+        raise wrong("tools", f"the parameters of tools are {size} bytes long; at most {MAX_GRAMMAR_BYTES} are allowed")
+    budget = SchemaBudget()
+    tags = [_tag(tool, form, budget) for tool in request.tools]
     if request.choice == "auto":
         content: dict[str, Any] = {
             "type": "triggered_tags",
@@ -82,18 +89,18 @@ def _const(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 
 
-def _tag(tool: Tool, form: ToolFormat) -> dict[str, Any]:
+def _tag(tool: Tool, form: ToolFormat, budget: SchemaBudget) -> dict[str, Any]:
     head = f'{{"name": "{tool.name}", "{form.arguments_key}": '
     begin, end = (f"{HERMES_BEGIN}\n{head}", f"}}\n{HERMES_END}") if form.name == "hermes" else (head, "}")
-    content = {"type": "json_schema", "json_schema": _schema(tool), "max_whitespace_cnt": MAX_WHITESPACE}
+    content = {"type": "json_schema", "json_schema": _schema(tool, budget), "max_whitespace_cnt": MAX_WHITESPACE}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _schema(tool: Tool) -> Mapping[str, Any]:
+def _schema(tool: Tool, budget: SchemaBudget) -> Mapping[str, Any]:
     """Of the arguments: the tool's own, or any object where it is not strict and its schema cannot be kept to."""
     schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     try:
-        check_schema(schema)
+        check_schema(schema, budget)
     except UnsupportedSchema as error:
         if not tool.strict:
             return {"type": "object"}

@@ -132,6 +132,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
+            json.dumps(arguments, ensure_ascii=False).encode()  # half a character cannot be written into a prompt
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):

@@ -19,6 +19,7 @@ from router.tools.parsing import ToolCallParser, parse
 from router.tools.request import ToolRequest, read_tools
 from router.validation import GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
+from rpc.grammar import MAX_GRAMMAR_BYTES
 from rpc.grammar_compiler import GrammarCompiler
 from rpc.metrics import Registry
 from rpc.vocabulary import Vocabulary
@@ -27,6 +28,8 @@ from tests.unit.router import tokenizer_folders
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 USER = {"role": "user", "content": "Weather in Paris?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+HALF = r'{"half a character": "\ud800"}'
 
 
 def tool(name: str = "weather", **function: Any) -> dict[str, Any]:
@@ -85,6 +88,10 @@ def test_tools_when_they_are_well_formed_then_they_are_read(
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": HALF}}]}]},
             "messages",
         ),
     ],
@@ -252,6 +259,15 @@ def test_grammar_when_a_schema_cannot_be_kept_to_then_only_a_strict_tool_is_refu
         tool_grammar(asked(tools=[tool(parameters=odd, strict=True)], tool_choice="required"), FORMATS["hermes"])
     assert caught.value.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
     assert caught.value.metadata["pointer"] == "/properties/a/uniqueItems"
+
+
+def test_grammar_when_the_schemas_of_tools_are_larger_than_a_grammar_then_they_are_refused() -> None:
+    half = {"type": "object", "description": "x" * (MAX_GRAMMAR_BYTES // 2)}
+    both = [tool(name, parameters=half) for name in ("f", "g")]
+    assert tool_grammar(asked(tools=both), FORMATS["hermes"]) is None  # nothing is held to them
+    with pytest.raises(BatonError, match="at most 1048576") as caught:
+        tool_grammar(asked(tools=both, tool_choice="required"), FORMATS["hermes"])
+    assert caught.value.param == "tools"
 
 
 # -- reading calls -----------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ def test_choice_when_it_has_any_characters_then_it_is_the_only_text(compiler: Gr
         ("regex", "\\p{L}", {"position": "1"}),
         ("json_schema", '{"type": "object",\n }', {"line": "2", "column": "2"}),
         ("json_schema", '{"type": "objec"}', {}),
+        ("json_schema", '{"const": NaN}', {}),
+        ("json_schema", '{"const": ' + "9" * 5000 + "}", {}),
         ("json_schema", '{"type": "array", "items": {"not": {}}}', {"pointer": "/items/not"}),
         ("structural_tag", '{"type": "structural_tag"}', {}),
         ("structural_tag", "{", {"line": "1", "column": "2"}),

@@ -10,7 +10,7 @@ import pytest
 
 from rpc.grammar import GrammarKind, GrammarSpec
 from rpc.grammar_compiler import GrammarCompiler
-from rpc.json_schema_support import UnsupportedSchema, check_schema
+from rpc.json_schema_support import SchemaBudget, UnsupportedSchema, check_schema
 from rpc.vocabulary import Vocabulary
 
 REFUSED: list[tuple[Any, str]] = [
@@ -46,6 +46,12 @@ REFUSED: list[tuple[Any, str]] = [
         {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {"type": "string"}}},
         "/patternProperties",
     ),
+    ({"type": "object", "properties": {}, "required": [{}]}, "/required"),
+    ({"type": "object", "required": [["a"]]}, "/required"),
+    ({"type": "string", "format": {}}, "/format"),
+    ({"type": ["string"] * 8}, "/type"),
+    ({"type": "integer", "enum": [float("inf")]}, "/enum"),
+    ({"type": "integer", "enum": [float("nan")]}, "/enum"),
 ]
 
 _CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
@@ -137,3 +143,39 @@ def test_schema_when_it_is_nested_beyond_the_limit_then_is_refused() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(UnsupportedSchema, match="levels deep"):
         check_schema(schema)
+
+
+def _nested_constants(constant: int) -> Any:
+    schema: Any = {"const": constant}
+    for _ in range(450):
+        schema = {"type": "object", "required": ["x"], "properties": {"x": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"oneOf": [{"enum": list(range(400))}, {"enum": list(range(400, 800))}]}, "too many"),
+        ({"oneOf": [{"const": number} for number in range(500)]}, "too many"),
+        ({"oneOf": [{"$ref": "#/" + "a" * 10**6} for _ in range(2)]}, "too many"),
+        ({"oneOf": [{"type": "object", "required": ["a"] * 10**5}] * 3}, "too many"),
+        ({"oneOf": [_nested_constants(1), _nested_constants(2)]}, "exclude each other"),
+        ({"type": "object", "properties": {str(number): {} for number in range(10_001)}}, "more than 10000 parts"),
+        ({"type": "object", "properties": {"k" * 10**6: {"enum": [], "not": {}}}}, "'not'"),
+        ({"type": "object", "required": ["k" * 10**6]}, "not among"),
+    ],
+    ids=["enums", "entries", "references", "names", "depth", "parts", "pointer", "name"],
+)
+def test_schema_when_looking_through_it_would_be_much_work_then_is_refused_after_little(
+    schema: Any, problem: str
+) -> None:
+    with pytest.raises(UnsupportedSchema, match=problem) as caught:
+        check_schema(schema)
+    assert len(caught.value.pointer) + len(str(caught.value)) < 1000
+
+
+def test_schemas_when_they_share_a_budget_then_it_bounds_them_all() -> None:
+    budget = SchemaBudget(parts=3)
+    check_schema({"type": "array", "items": {}}, budget)
+    with pytest.raises(UnsupportedSchema, match="parts"):
+        check_schema({"type": "array", "items": {}}, budget)
