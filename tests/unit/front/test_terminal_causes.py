@@ -164,3 +164,24 @@ def test_classify_when_it_is_asked_for_any_role_then_it_is_one_function() -> Non
     for finish in (*FinishReason, None):  # the engine's words are the wire's
         assert classify(None, finish, False).source is classify(None, finish and str(finish), False).source
     assert classify(None, None, False).source is Source.CONTEXT_CLEANUP
+
+
+@pytest.mark.parametrize(
+    ("error", "finish", "cancelled", "source", "code"),
+    [
+        (None, "stop", False, Source.SUCCESS, 0),
+        (None, "length", True, Source.SUCCESS, 0),  # its consumer left before it was collected
+        (ErrorCode.EXECUTION_EXCEPTION, "stop", False, Source.CONTEXT_ERROR, 606),
+        (ErrorCode.EXECUTION_EXCEPTION, None, True, Source.CONTEXT_ERROR, 606),
+        (ErrorCode.CANCELLED, "length", False, Source.CLIENT_CANCEL, 8100),
+        (None, "abort", False, Source.CLIENT_CANCEL, 8100),
+        (None, None, True, Source.CLIENT_CANCEL, 8100),
+        (None, None, False, Source.CONTEXT_CLEANUP, 8100),
+    ],
+)
+def test_classify_when_there_are_several_causes_then_error_success_cancel_and_cleanup_count_in_this_order(
+    error: ErrorCode | None, finish: str | None, cancelled: bool, source: Source, code: int
+) -> None:
+    terminal = classify(None if error is None else BatonError(error), finish, cancelled)
+    assert (terminal.source, int(terminal.code)) == (source, code)
+    assert (terminal.error is None) == (source is Source.SUCCESS)
