@@ -63,6 +63,11 @@ def prepare_model(source: str | None, target: Path | None, progress: bool) -> Pa
         if path.suffix != ".gguf":
             raise ModelPrepareError(f"{path}: neither a model folder nor a .gguf file")
         return _prepare_gguf(path, target, path.stem, progress)
+    except PermissionError as error:
+        raise ModelPrepareError(
+            f"model preparation failed: {error}; give user {os.geteuid()} the right to it, or name another folder "
+            f"({MODEL_DIR_VARIABLE} for models that are converted)"
+        ) from error
     except OSError as error:
         raise ModelPrepareError(f"model preparation failed: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -448,6 +449,20 @@ def test_source_that_does_not_exist_or_is_no_model_is_refused(tmp_path):
     other.write_bytes(b"1")
     with pytest.raises(ModelPrepareError, match="neither a model folder nor"):
         prepare_model(str(other), None, progress=False)
+
+
+def test_prepare_where_the_user_may_not_write_says_who_needs_the_right(tiny, tmp_path, monkeypatch):
+    place = tmp_path / "read-only"
+    place.mkdir(mode=0o555)
+    monkeypatch.setenv("BATON_MODEL_DIR", str(place))
+    before = os.geteuid()
+    user = before or 10001  # root may write everywhere
+    os.seteuid(user)
+    try:
+        with pytest.raises(ModelPrepareError, match=f"user {user} .*BATON_MODEL_DIR"):
+            prepare_model(str(tiny), None, progress=False)
+    finally:
+        os.seteuid(before)
 
 
 @pytest.mark.parametrize("length", [0, 3, 24, 300, 5000, 60_000, -1])
