@@ -117,6 +117,13 @@ class Mixed:
     def bad_model(self, number: int) -> Seen:
         return self.plain(number, f"bad-model-{number}", model="nobody-has-it")
 
+    def unread(self, number: int) -> Seen:
+        """Refused before its body is read."""
+        request_id = f"unread-{number}"
+        headers = {"Content-Type": "text/plain", "X-Request-Id": request_id}
+        answer = self._http.post(COMPLETIONS, content=b"{}", headers=headers)
+        return self._answered("completions", request_id, False, answer.status_code, answer.json())
+
     def doomed(self, number: int) -> Seen:
         return self.plain(number, f"doomed-{number}")
 
@@ -193,9 +200,9 @@ class Mixed:
     def send(self, count: int, seed: int = 1, threads: int = 8) -> list[Seen]:
         """So many requests in a random order; each kind is among them."""
         kinds: dict[Callable[[int], Seen], int] = {
-            self.plain: 30, self.streamed: 14, self.chat: 8, self.by_grpc: 10, self.bad_value: 5, self.bad_model: 3,
+            self.plain: 28, self.streamed: 14, self.chat: 8, self.by_grpc: 10, self.bad_value: 5, self.bad_model: 3,
             self.doomed: 4, self.refused: 6, self.moved: 6, self.leaves_early: 4, self.leaves_midway: 4,
-            self.cancels: 3, self.times_out: 3,
+            self.cancels: 3, self.times_out: 3, self.unread: 2,
         }  # fmt: skip
         order = [kind for kind, share in kinds.items() for _ in range(max(1, round(count * share / 100)))]
         random.Random(seed).shuffle(order)
