@@ -527,9 +527,11 @@ async def test_generate_when_the_only_server_is_in_doubt_for_moments_then_a_new_
 async def test_generate_when_a_load_fails_then_the_next_attempt_uses_two_other_servers():
     async with running_cluster(2, 2) as cluster:
         p1, p2, d1, d2 = cluster.servers
-        p1.at["start"] = Hold()  # no token comes out
+        computing = Hold()  # no token comes out
+        p1.at["start"] = computing
 
-        def fail() -> None:
+        async def fail() -> None:
+            await computing.wait_reached()  # else the prefill server may never see the request
             raise load_failed(BatonError(ErrorCode.READ_BUFFER_MISMATCH))
 
         d1.at["start"] = fail
