@@ -105,5 +105,6 @@ class HelperProcess:
             await process.stdin.drain()
             size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
             return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=answer)
-        except (OSError, EOFError, msgspec.MsgspecError):
+        # RuntimeError: what uvloop raises for a pipe that it has closed because the other end is gone.
+        except (OSError, EOFError, RuntimeError, msgspec.MsgspecError):
             raise HelperDied from None

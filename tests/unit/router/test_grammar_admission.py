@@ -11,8 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from router.grammar.admission import GrammarAdmission, GrammarSettings
+from router.grammar.helper import HelperConfig
+from router.grammar.helper_process import HelperDied, HelperProcess
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarKind, GrammarSpec
 from rpc.metrics import Registry
@@ -126,6 +129,24 @@ async def test_admission_when_a_helper_takes_too_long_then_it_is_killed_and_what
         assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT and error.metadata == {"cause": "timeout"}
         assert time.monotonic() - began < 10 and not process_exists(pid)
         assert not admission._verdicts  # neither is final
+
+
+def test_helper_when_the_loop_has_closed_its_pipe_already_then_it_counts_as_dead() -> None:
+    """On the loop that the router runs on, which raises RuntimeError then."""
+
+    async def ask() -> None:
+        helper = HelperProcess(HelperConfig("", 0, 0, 0))
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        process = helper._process = await asyncio.create_subprocess_exec("true", **pipes)
+        await process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.stdin.wait_closed()
+        with pytest.raises(HelperDied):
+            await helper.judge(GOOD)
+        await helper.kill()
+
+    uvloop.run(ask())
 
 
 async def test_admission_when_it_is_off_then_605_and_no_process() -> None:
