@@ -43,7 +43,7 @@ def occurs(key: str) -> bool:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_key_occurs_in_the_installed_native_library(key: str) -> None:
+def test_f2_key_occurs_in_the_installed_native_library(key: str) -> None:
     assert occurs(key)
 
 
@@ -155,7 +155,7 @@ async def test_was_ready_tells_a_connection_from_none() -> None:
     await server.stop(0)
 
 
-async def test_closed_port_fails_fast_and_a_reopened_one_is_found_again() -> None:
+async def test_f3_closed_port_fails_fast_and_a_reopened_one_is_found_again() -> None:
     server = await started()
     port = server.port
     address = f"127.0.0.1:{port}"
@@ -361,7 +361,7 @@ async def _ping_storm(server_options: list[tuple[str, int]]) -> grpc.StatusCode:
 
 
 @pytest.mark.slow
-async def test_client_that_pings_every_second_passes_our_options_and_fails_the_defaults() -> None:
+async def test_f2_client_that_pings_every_second_passes_our_options_and_fails_the_defaults() -> None:
     scaled = {**dict(SERVER_OPTIONS), "grpc.http2.min_ping_interval_without_data_ms": 500}
     ours, defaults = await asyncio.gather(_ping_storm(list(scaled.items())), _ping_storm([]))  # type: ignore[arg-type]
     assert ours is grpc.StatusCode.OK
