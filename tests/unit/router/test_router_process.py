@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import sys
@@ -32,7 +33,7 @@ PROMPT = [5, 6, 7, 8]
 class Running:
     process: asyncio.subprocess.Process
     ready: dict[str, object]
-    start_seconds: float
+    start_cpu_seconds: float
 
     @property
     def url(self) -> str:
@@ -47,19 +48,24 @@ class Running:
 async def running_router(tmp_path, *flags: str) -> AsyncIterator[Running]:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     command = [sys.executable, "-m", "router", "--model", str(tmp_path), "--port", "0", "--grpc-port", "0", *flags]
-    began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             line = await process.stdout.readline()
-        yield Running(process, json.loads(line), time.monotonic() - began)
+        yield Running(process, json.loads(line), cpu_seconds(process.pid))
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed, which does not grow with what else runs on the machine."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def weight(pid: int) -> tuple[int, str]:
@@ -110,7 +116,7 @@ async def test_start_when_no_server_is_there_then_it_is_live_light_and_not_ready
         resident, maps = weight(router.process.pid)
         assert resident < 150 * 1024
         assert "torch" not in maps
-        assert router.start_seconds < 10  # two on an idle machine; a test must not fail on a busy one
+        assert 0 < router.start_cpu_seconds < 6  # one or two where nothing else runs
         router.process.send_signal(signal.SIGTERM)
         assert await router.exit_code() == 0
 
