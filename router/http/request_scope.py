@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -24,12 +26,23 @@ UNMATCHED = "unmatched"
 WORKER_TEMPLATE = "/workers/{role}/{address}"
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 CLIENT_GONE = 499
+GONE_LIMIT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+async def _has_left(receive: Receive) -> bool:
+    """Whether the news that the client has left is there, or comes within GONE_LIMIT_S."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GONE_LIMIT_S):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return True
+    return False
 
 
 class AccountedApp(Protocol):
@@ -88,7 +101,13 @@ class RequestScope:
                 if timeline is not None and not _is_stream(headers):  # a stream has it in its last event
                     headers.append((TIMELINE_KEY.encode(), timeline_text(timeline()).encode()))
                 message = {**message, "headers": headers}
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError:
+                # uvloop's answer for a connection that it has closed and not told of yet.
+                if await _has_left(receive):
+                    raise ClientGone from None
+                raise
 
         inflight = self._inflight[(route,)]
         inflight.inc()
@@ -99,12 +118,14 @@ class RequestScope:
                 status = CLIENT_GONE
             except Exception as error:
                 if isinstance(error, BatonError) and status == CLIENT_GONE:  # an endpoint's refusal
-                    await error_response(error, state["request_id"])(scope, receive, send_with_id)
+                    with contextlib.suppress(ClientGone):
+                        await error_response(error, state["request_id"])(scope, receive, send_with_id)
                     return
                 _log.exception("request %s failed unexpectedly", state["request_id"])
                 if status != CLIENT_GONE:  # it has begun to answer; only breaking it off tells the client
                     raise
-                await error_response(internal_error(), state["request_id"])(scope, receive, send_with_id)
+                with contextlib.suppress(ClientGone):
+                    await error_response(internal_error(), state["request_id"])(scope, receive, send_with_id)
             finally:
                 self._requests[route, method, str(status)].inc()
                 self._seconds[route, method].observe(time.monotonic() - began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from router.answer import Usage
 from router.http.logprobs import chat_logprobs, completion_logprobs
+from router.http.request_scope import RequestScope
 from router.http.sse import Chunks, EventStream, error_event
 from router.requests import Logprob, Token
 from router.text.tokenizer import Tokenizer
 from rpc.errors import BatonError, ErrorCode
+from rpc.metrics import Registry
 from tests.unit.router import tokenizer_folders as folders
 
 USAGE = Usage(5, 3, 2)
@@ -108,6 +111,37 @@ async def test_ping_when_due_is_written_after_the_start_only():
     await stream.ping_if_due()
     assert sent[-1] == {"type": "http.response.body", "body": b": ping\n\n", "more_body": True}
     assert stream.silence_left() == 15.0
+
+
+@pytest.mark.parametrize("left", [True, False])
+async def test_write_when_the_loop_has_closed_the_connection_then_the_client_has_left_and_nothing_has_failed(
+    left, monkeypatch, caplog
+):
+    """What uvloop raises between the end of a connection and the news of it; without that news it is an error."""
+    monkeypatch.setattr("router.http.request_scope.GONE_LIMIT_S", 0.05)
+
+    async def app(scope, receive, send):
+        await EventStream(send, 15.0).start([])
+
+    async def send(message):
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    async def receive():
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    metrics = Registry("router")
+    scoped = RequestScope(app, paths=frozenset(("/x",)), posts={}, metrics=metrics, api_keys=())
+    scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+    if left:
+        await scoped(scope, receive, send)
+    else:
+        with pytest.raises(RuntimeError):
+            await scoped(scope, receive, send)
+    counted = {"route": "/x", "method": "GET", "status": "499" if left else "200"}
+    assert metrics.value("baton_http_requests_total", **counted) == 1
+    assert ("failed unexpectedly" in caplog.text) is not left
 
 
 def test_chunk_when_written_costs_less_than_100_microseconds():
