@@ -398,12 +398,16 @@ async def test_request_when_refused_before_its_body_is_understood_has_its_line_a
     path, api, headers, body, code
 ):
     async with running_router(max_payload_bytes=10_000, api_keys=("key",)) as router:
+        private = path == CHAT
         headers = {"Content-Type": "application/json", "Authorization": "Bearer key", **headers}
+        if private:
+            headers["X-Baton-Private"] = "1"
         response = await router.client.post(path, content=body, headers=headers)
         check_error(response, code)
         [line] = router.access_log.records
         assert line["request_id"] == response.headers["x-request-id"]
         assert (line["code"], line["api"], line["outcome"]) == (code.name, api, "error")
+        assert line["private"] is private
         assert [arrival["request_id"] for arrival in router.access_log.arrivals] == [line["request_id"]]
         labels = {"model_name": "other", "api": api}
         assert router.figure("baton_requests_total", **labels, stream="false", outcome="error") == 1
