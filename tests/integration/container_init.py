@@ -61,6 +61,11 @@ def _bind(source: str, target: str, *, read_only: bool = False) -> None:
 def _make_root(spec: dict[str, Any], root: str) -> None:
     _mount("", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID, "mode=755")
+    # First, since the checkout may lie below one of them
+    for name, mode in (("proc", "555"), ("dev", "755"), ("tmp", "1777"), ("run", "755")):
+        Path(root, name).mkdir()
+        if name != "proc":
+            _mount("tmpfs", f"{root}/{name}", "tmpfs", MS_NOSUID, f"mode={mode}")
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         if Path("/", name).is_symlink():
             Path(root, name).symlink_to(Path("/", name).readlink())
@@ -71,10 +76,6 @@ def _make_root(spec: dict[str, Any], root: str) -> None:
     for name in ETC:
         if Path("/etc", name).exists():
             _bind(f"/etc/{name}", f"{root}/etc/{name}")
-    for name, mode in (("proc", "555"), ("dev", "755"), ("tmp", "1777"), ("run", "755")):
-        Path(root, name).mkdir()
-        if name != "proc":
-            _mount("tmpfs", f"{root}/{name}", "tmpfs", MS_NOSUID, f"mode={mode}")
     for name in DEVICES:
         _bind(f"/dev/{name}", f"{root}/dev/{name}")
     Path(root, "dev/shm").mkdir()

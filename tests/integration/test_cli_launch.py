@@ -91,7 +91,7 @@ def test_start_when_stopped_meanwhile_then_nothing_is_left(launcher: Launcher) -
 
 def test_start_when_a_process_is_too_slow_then_said_and_nothing_is_left(launcher: Launcher) -> None:
     launcher.start_timeout_s = 0.01
-    with pytest.raises(LaunchError, match="router was not ready within 0 s"):
+    with pytest.raises(LaunchError, match=r"router was not ready within 0\.01 s"):
         launcher.start()
     assert [process.alive() for process in launcher.processes] == [False]
 
