@@ -13,7 +13,7 @@ GPU_TESTS := $(foreach name,runner embeddings position_ids,tests/unit/engine/pre
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
 TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
 
-.PHONY: setup protos model demo up test test-gpu test-packages lint bench docs clean
+.PHONY: setup protos model demo up test test-all test-gpu test-packages lint bench docs clean
 
 setup: $(VENV)/.stamp protos
 
@@ -44,6 +44,10 @@ up: model
 test: export PYTHONDONTWRITEBYTECODE :=
 test: model test-packages
 	$(BIN)/python -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
+
+# With the tests that are marked `extended` too
+test-all:
+	BATON_TESTS=all $(MAKE) test
 
 # What needs a GPU, and kernels on it; docs/cuda_graphs.md has more.
 test-gpu: setup

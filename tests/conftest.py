@@ -97,6 +97,14 @@ def _keep_temporary_files_together(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("BATON_TESTS") == "all":
+        return
+    for item in items:
+        if item.get_closest_marker("extended") is not None:
+            item.add_marker(pytest.mark.skip(reason="extended: `make test-all` (BATON_TESTS=all) runs it too"))
+
+
 # Outermost, so that waiting for a turn does not count as a part of the test's time.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:

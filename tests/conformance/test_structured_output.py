@@ -29,7 +29,7 @@ from tests.integration.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(3000)
 
-RUNS = int(os.environ.get("BATON_SCHEMA_RUNS", "10"))
+RUNS = int(os.environ.get("BATON_SCHEMA_RUNS", "6"))
 TOKENS = 160
 LIMIT_S = 200.0
 FLAGS = ("--num-kv-blocks", "256", "--max-num-seqs", "16", "--grammar-backend", "xgrammar")
@@ -216,6 +216,7 @@ def test_bad_grammar_when_it_is_asked_for_then_400_with_the_position_and_no_serv
     assert heard() == before
 
 
+@pytest.mark.extended
 def test_tools_when_the_official_client_asks_then_calls_come_whole_and_streamed(client: openai.OpenAI) -> None:
     common: dict[str, Any] = {"model": "smol", "messages": ASKED, "tools": TOOLS, "temperature": 0, "max_tokens": 80}
     common |= {"tool_choice": "required", "parallel_tool_calls": False}

@@ -36,7 +36,10 @@ VARIABLES = {
     "DRAIN_GRACE_SECS": "0", "DRAIN_TIMEOUT_SECS": "10", "STOP_GRACE_PERIOD": "15s", "ROUTER_API_KEY": "sk-compose",
 }  # fmt: skip
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=f"network namespaces: {unavailable()}")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(bool(unavailable()), reason=f"network namespaces: {unavailable()}"),
+]
 
 
 @functools.cache
