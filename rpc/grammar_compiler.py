@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec
 from rpc.json_schema_support import UnsupportedSchema, check_schema
@@ -112,6 +110,8 @@ class GrammarCompiler:
 
     def check(self, spec: GrammarSpec) -> None:
         """Raises what `compile` does, and the same code for a grammar that no text fits."""
+        import numpy as np  # with xgrammar only: a process that has no grammars does without
+
         matcher = self.library.GrammarMatcher(self.compile(spec))
         mask = np.zeros((1, -(-self.vocab_size // 32)), dtype=np.int32)
         matcher.fill_next_token_bitmask(mask, 0)
