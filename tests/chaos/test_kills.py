@@ -4,7 +4,8 @@ typed error soon where none does, and nothing left behind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import pytest
 
@@ -16,12 +17,14 @@ from tests.chaos.cases import (
     SLOW_DECODE,
     SLOW_PREFILL,
     TOKENS,
+    Case,
     assert_serves,
     cases,
     kill,
     wait_busy,
     wait_workers_ready,
 )
+from tests.conformance.live_cluster import frozen
 from tests.integration.cluster import Cluster, ServerProcess
 from tests.integration.generation_client import Generation, GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
@@ -52,17 +55,33 @@ def one_pair() -> Iterator[Cluster]:
         yield cluster
 
 
-def strike(cluster: Cluster, opened: list[Generation], role: str, part: str) -> ServerProcess:
-    """Kills the first server of the role in the middle of what it does for `opened`; returns it."""
+class Struck(NamedTuple):
+    victim: ServerProcess
+    opened: list[Generation]
+
+
+def send(client: GenerationClient, asked: Sequence[Case], salt: str) -> list[Generation]:
+    return [client.open(case.prompt, TOKENS, salt=salt) for case in asked]
+
+
+def strike(cluster: Cluster, opening: Callable[[], list[Generation]], role: str, part: str) -> Struck:
+    """Kills the first server of the role in the middle of what it does for the requests that `opening` sends.
+
+    Its engine stands still until a request has come, so that a slow machine does not let it finish before the blow.
+    """
     victim = (cluster.prefill if role == "prefill" else cluster.decode)[0]
     if role == "prefill":
-        wait_busy([victim])
+        with frozen(victim):
+            opened = opening()
+            wait_busy([victim])
     else:
+        opened = opening()
         for generation in opened:
             generation.wait_tokens(5)
-        assert victim.requests()["open"] != []
+        with frozen(victim):
+            assert victim.requests()["open"] != []
     kill(victim, part)
-    return victim
+    return Struck(victim, opened)
 
 
 @pytest.mark.parametrize(("role", "part"), VICTIMS)
@@ -72,8 +91,7 @@ def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_righ
     router = two_pairs.router
     before = router.metric("baton_migrations_total", result="ok") or 0.0
     with GenerationClient(router.grpc) as client:
-        opened = [client.open(case.prompt, TOKENS, salt=f"{role} {part}") for case in cases()]
-        victim = strike(two_pairs, opened, role, part)
+        victim, opened = strike(two_pairs, lambda: send(client, cases(), f"{role} {part}"), role, part)
         answers = [generation.answer() for generation in opened]
     for answer, case in zip(answers, cases(), strict=True):
         assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
@@ -92,8 +110,7 @@ def test_kill_when_there_is_no_second_server_then_a_typed_error_comes_within_fiv
     one_pair: Cluster, role: str, part: str
 ) -> None:
     with GenerationClient(one_pair.router.grpc) as client:
-        opened = [client.open(case.prompt, TOKENS, salt=f"{role} {part}") for case in cases()[:2]]
-        victim = strike(one_pair, opened, role, part)
+        victim, opened = strike(one_pair, lambda: send(client, cases()[:2], f"{role} {part}"), role, part)
         struck_at = time.monotonic()
         for generation in opened:
             generation.wait_end(ERROR_LIMIT_S)
@@ -133,8 +150,7 @@ def test_kill_when_the_decode_server_may_compute_prompts_then_it_answers_alone(o
     one_pair.restart(one_pair.decode[0], ["--allow-local-prefill"])
     wait_workers_ready(one_pair)
     with GenerationClient(one_pair.router.grpc) as client:
-        opened = [client.open(case.prompt, TOKENS, salt="alone") for case in cases()[:2]]
-        victim = strike(one_pair, opened, "prefill", "front")
+        victim, opened = strike(one_pair, lambda: send(client, cases()[:2], "alone"), "prefill", "front")
         for generation, case in zip(opened, cases(), strict=False):
             answer = generation.answer()
             assert answer.token_ids == case.expected

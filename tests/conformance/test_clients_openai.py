@@ -352,7 +352,7 @@ def test_errors_when_an_id_is_in_use_or_aborted_then_they_are_conflict_and_499(
     options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "extra_headers": headers}
     with client.completions.create(stream=True, max_tokens=LONG, **GREEDY, **options) as stream:
         next(iter(stream))
-        with pytest.raises(openai.ConflictError) as conflict:
+        with frozen(live.d), pytest.raises(openai.ConflictError) as conflict:
             client.completions.create(**options)
         assert (conflict.value.code, conflict.value.param) == ("DUPLICATE_REQUEST", "request_id")
     wait_for("the end of the first", lambda: live.http.get("/load").json()["inflight"] == 0, 5.0)
@@ -410,7 +410,9 @@ def test_stream_when_closed_in_the_middle_then_every_leg_ends(live: Live, client
     chunks = iter(stream)
     for _ in range(3):
         next(chunks)
-    stream.close()
+    with frozen(live.d):  # else it may have the whole answer before the router has noticed
+        stream.close()
+        departures.counted()
     departures.check("left-sync", 2)
 
 
@@ -437,9 +439,11 @@ async def test_stream_when_its_task_is_cancelled_then_every_leg_ends(live: Live,
     task = asyncio.create_task(read())
     async with asyncio.timeout(20):
         await begun.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with frozen(live.d):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(departures.counted)
     await asyncio.to_thread(departures.check, "left-async", 2)
 
 
@@ -460,7 +464,8 @@ def test_stream_when_aborted_by_its_id_then_the_client_gets_what_there_is(live: 
         model=MODEL, prompt=PROMPT, stream=True, max_tokens=LONG, extra_headers={"X-Request-Id": "cut-off"}, **GREEDY
     )
     chunks = [next(stream)]
-    assert live.http.post("/abort_request", json={"request_id": "cut-off"}).json()["found"] is True
+    with frozen(live.d):
+        assert live.http.post("/abort_request", json={"request_id": "cut-off"}).json()["found"] is True
     chunks += stream
     assert chunks[-1].choices[0].finish_reason == "abort"
     live.check_serving()
