@@ -82,6 +82,7 @@ docs: setup
 	$(BIN)/python -m rpc.metrics_doc > docs/metrics.md
 	$(BIN)/python -m cli.flags_doc > docs/flags.md
 	$(BIN)/python -m deploy.grafana
+	$(BIN)/python -m tests.conformance.invariants > docs/invariants.md.new && mv docs/invariants.md.new docs/invariants.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache results *.egg-info

@@ -84,6 +84,7 @@ def strike(cluster: Cluster, opening: Callable[[], list[Generation]], role: str,
     return Struck(victim, opened)
 
 
+@pytest.mark.invariant("RPC-32")
 @pytest.mark.parametrize(("role", "part"), VICTIMS)
 def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_right(
     two_pairs: Cluster, role: str, part: str
@@ -105,6 +106,7 @@ def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_righ
     assert_serves(two_pairs, f"after {role} {part}")
 
 
+@pytest.mark.invariant("RPC-32")
 @pytest.mark.parametrize(("role", "part"), VICTIMS)
 def test_kill_when_there_is_no_second_server_then_a_typed_error_comes_within_five_seconds(
     one_pair: Cluster, role: str, part: str

@@ -172,6 +172,7 @@ def code_counted(cluster: Cluster, code: ErrorCode) -> float:
     )
 
 
+@pytest.mark.invariant("RPC-6", "RPC-32")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_logged_once(
     cluster: Cluster, client: GenerationClient, stage: Stage
@@ -194,6 +195,7 @@ def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_lo
     assert_logged(cluster, request_id, refusal.code)
 
 
+@pytest.mark.invariant("RPC-32")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
     cluster: Cluster, client: GenerationClient, stage: Stage
@@ -218,6 +220,7 @@ def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
     assert error_lines(cluster, request_id) == []
 
 
+@pytest.mark.invariant("RPC-32")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
     cluster: Cluster, client: GenerationClient, stage: Stage
@@ -242,6 +245,7 @@ def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
     assert error_lines(cluster, request_id) == []
 
 
+@pytest.mark.invariant("RPC-32")
 @pytest.mark.parametrize("kind", ["cancel", "deadline", "full"])
 def test_queue_of_the_router_when_a_request_ends_there_then_no_server_has_heard_of_it(
     cluster: Cluster, client: GenerationClient, kind: str
@@ -276,6 +280,7 @@ def test_queue_of_the_router_when_a_request_ends_there_then_no_server_has_heard_
     assert error_lines(cluster, request_id) == []
 
 
+@pytest.mark.invariant("RPC-32")
 @pytest.mark.skipif(os.environ.get("BATON_MATRIX") != "all", reason="BATON_MATRIX=all kills a server in each stage")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_kill_when_a_server_dies_in_a_stage_then_a_typed_code_comes_soon_and_the_other_lets_go(

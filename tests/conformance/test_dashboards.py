@@ -213,6 +213,7 @@ def first(pair: Pair) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.invariant("RPC-2")
 @pytest.mark.parametrize("name", LISTS)
 def test_2_role_purity_when_scraped_after_one_request_then_the_series_are_those_of_the_role(
     first: dict[str, set[str]], name: str

@@ -108,6 +108,7 @@ def error_lines(cluster: Cluster) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+@pytest.mark.invariant("RPC-7", "RPC-8", "RPC-11")
 @pytest.mark.parametrize("letter", PLACES, ids=["prefill", "decode", "cache_store"])
 def test_code_when_it_is_raised_behind_the_router_then_every_client_gets_it_with_its_status(
     cluster: Cluster, http: httpx.Client, client: GenerationClient, letter: str
@@ -150,6 +151,7 @@ def test_code_when_it_is_raised_behind_the_router_then_every_client_gets_it_with
         assert record["error_stage"] == ("publish" if letter == "c" else "admit")  # of the process that failed first
 
 
+@pytest.mark.invariant("RPC-12")
 def test_log_when_every_code_was_raised_then_each_failure_of_the_servers_is_one_error_line(
     cluster: Cluster, http: httpx.Client
 ) -> None:
@@ -245,6 +247,7 @@ def test_timeline_when_the_request_fails_then_it_says_how_far_each_process_got(
     assert found["decode"] >= {"admit", "load", "wait_to_run"}
 
 
+@pytest.mark.invariant("RPC-3")
 def test_gauges_when_loads_stand_at_a_barrier_then_they_count_each_of_them_and_fall_to_zero(
     cluster: Cluster, client: GenerationClient
 ) -> None:

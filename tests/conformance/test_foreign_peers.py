@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 import httpx
+import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
@@ -86,6 +87,7 @@ async def cluster(tmp_path) -> AsyncIterator[tuple[Running, httpx.AsyncClient, d
             await server.stop()
 
 
+@pytest.mark.invariant("RPC-7", "RPC-8", "RPC-12")
 async def test_failure_when_no_server_of_ours_would_end_a_call_so_then_its_code_is_typed_and_clean(tmp_path):
     async with cluster(tmp_path) as (_, client, servers):
 
@@ -123,6 +125,7 @@ async def test_failure_when_no_server_of_ours_would_end_a_call_so_then_its_code_
         assert breaches[0].endswith(" 2.0")
 
 
+@pytest.mark.invariant("RPC-31")
 async def test_peer_when_it_speaks_another_version_of_the_protocol_then_it_is_refused_before_any_request(tmp_path):
     async with cluster(tmp_path) as (_, client, servers):
         # One that does not say which it speaks is not taken for one of ours, and its word is a breach.

@@ -102,6 +102,7 @@ def idle(live: Live) -> bool:
     return not any(gauges(process) for process in live.processes)
 
 
+@pytest.mark.invariant("RPC-3")
 @pytest.mark.parametrize("how", ["finish", *ENDS])
 def test_3_gauges_when_loads_are_held_then_they_count_them_and_are_0_after(live: Live, how: str) -> None:
     """The decode server's loads are open and wait for prompts that nobody computes."""
@@ -126,6 +127,7 @@ def test_3_gauges_when_loads_are_held_then_they_count_them_and_are_0_after(live:
     live.cluster.assert_clean_ledgers(10.0)
 
 
+@pytest.mark.invariant("RPC-3")
 @pytest.mark.parametrize("how", ["finish", "cancel"])
 def test_3_gauges_when_a_colocated_server_is_held_then_its_calls_are_in_flight(live: Live, how: str) -> None:
     wait_for("an idle cluster", lambda: idle(live), LIMIT_S, poll_s=0.05)

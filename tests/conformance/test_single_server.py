@@ -37,6 +37,7 @@ def test_request_when_it_forbids_separation_over_grpc_then_one_server_serves_it(
     assert paths == ["pd", "colocated"]
 
 
+@pytest.mark.invariant("RPC-3")
 def test_gauge_when_requests_are_open_on_a_colocated_server_then_it_counts_them_and_falls_to_zero(live: Live) -> None:
     method = "baton.v1.Decode/Decode"
     asking = (*KEY_METADATA, ("x-baton-single-server", "1"))

@@ -270,6 +270,7 @@ def test_response_format_when_the_official_client_parses_then_gets_its_model(cli
     assert isinstance(parsed.choices[0].message.parsed, Person)
 
 
+@pytest.mark.invariant("RPC-23")
 def test_processes_when_grammars_are_on_then_say_so_and_router_and_fronts_have_no_torch(cluster: Cluster) -> None:
     processes = [cluster.router, *cluster.servers]
     for process in processes:

@@ -148,6 +148,7 @@ def test_private_request_when_served_then_no_process_has_a_line_of_it_and_its_fa
     assert line == {"log": "access", "role": "router", "request_id": "private-3", "code": "INVALID_PARAMS"}
 
 
+@pytest.mark.invariant("RPC-27")
 def test_sigterm_when_it_comes_under_load_then_every_answered_request_is_in_every_log(
     cluster: Cluster, logs: Path
 ) -> None:

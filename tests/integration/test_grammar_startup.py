@@ -30,6 +30,7 @@ def package(folder: Path, source: str) -> Path:
     return folder
 
 
+@pytest.mark.invariant("RPC-21")
 @pytest.mark.parametrize(
     ("module", "flags", "backend"), [("router", ROUTER_FLAGS, "xgrammar"), ("decode_server", SERVER_FLAGS, "auto")]
 )
@@ -43,6 +44,7 @@ def test_start_when_the_library_is_damaged_then_fails_with_one_line_that_names_t
     assert "Traceback" not in done.stderr and '"event": "ready"' not in done.stdout
 
 
+@pytest.mark.invariant("RPC-21")
 def test_start_when_the_library_has_a_programming_error_then_it_is_told_as_one(tmp_path: Path) -> None:
     done = start("router", ROUTER_FLAGS, "xgrammar", package(tmp_path, "undefined_name\n"))
     assert done.returncode == 1

@@ -119,6 +119,7 @@ def test_hand_off_when_the_request_goes_on_after_a_fail_over_then_indices_and_to
     assert [token.token_id for token in rest.tokens] == whole[4:]
 
 
+@pytest.mark.invariant("RPC-2")
 def test_metrics_when_a_request_was_served_then_each_role_shows_its_own_series_only(
     cluster: Cluster, pair: Pair
 ) -> None:

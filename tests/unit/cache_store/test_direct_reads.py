@@ -163,6 +163,7 @@ def test_direct_read_when_the_result_needs_no_hold_then_the_lease_stands_until_i
     assert prefill.lease_ended().outcome == "released"
 
 
+@pytest.mark.invariant("RPC-17")
 def test_direct_read_when_asking_fails_then_the_transfer_is_not_proven_and_can_be_repeated(
     direct: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

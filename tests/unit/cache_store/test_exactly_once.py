@@ -45,6 +45,7 @@ def raising_for(name: str, observe: Callable[..., None]) -> Callable[..., None]:
     return raising
 
 
+@pytest.mark.invariant("RPC-13")
 @pytest.mark.parametrize("place", ["copy", "piece counter", "end of the metric", "log of the failure", "callback"])
 def test_end_when_something_raises_then_there_is_one_completion_and_nothing_is_left(
     pair: tuple[Node, Node], place: str, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +89,7 @@ def test_end_when_something_raises_then_there_is_one_completion_and_nothing_is_l
     prefill.lease_ended()
 
 
+@pytest.mark.invariant("RPC-13", "RPC-14")
 def test_end_when_notifications_follow_it_then_they_are_ignored(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=1")
@@ -106,6 +108,7 @@ def test_end_when_notifications_follow_it_then_they_are_ignored(pair: tuple[Node
     assert len(decode.observed("kv_transfer_seconds")) == 1
 
 
+@pytest.mark.invariant("RPC-16")
 def test_publish_when_it_fails_then_the_load_ends_with_its_own_code_at_once(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     faults.arm("cache_store.publish:raise=READ_BUFFER_MISMATCH,nth=2")
@@ -163,6 +166,7 @@ def test_ranks_when_one_of_several_fails_then_the_others_are_ended_and_it_is_nam
         assert_clean(first, second, decode)
 
 
+@pytest.mark.invariant("RPC-19")
 def test_rank_times_when_ranks_end_one_after_the_other_then_the_first_and_the_last_are_booked_once() -> None:
     wide = LAYOUT.__class__.of("full", num_layers=1, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16")
     half = LAYOUT.__class__.of(
@@ -228,6 +232,7 @@ def test_large_event_when_a_worker_puts_it_together_then_the_loop_serves_others_
 # -- the one-sided transport ------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant("RPC-17")
 def test_read_when_it_does_not_end_in_time_then_8325_and_the_blocks_are_held_until_it_has_and_the_time_is_over() -> (
     None
 ):

@@ -289,6 +289,7 @@ def test_k2_reference_already_loaded_and_released_is_stale(table: LeaseTable, cl
     assert refused(table, generation=5).code is ErrorCode.KV_STALE_REFERENCE
 
 
+@pytest.mark.invariant("RPC-17")
 def test_k12_second_load_is_a_duplicate_while_open_and_after_success(table: LeaseTable, clock: Clock) -> None:
     staged(table)
     reader = open_load(table)
@@ -398,6 +399,7 @@ def test_k9_fail_while_a_reader_is_open_ends_the_lease_only_after_the_reader(tab
     assert ends(table) == [("aborted", "")]
 
 
+@pytest.mark.invariant("RPC-5")
 def test_fail_twice_keeps_the_first_cause(table: LeaseTable) -> None:
     staged(table)
     assert table.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
@@ -405,6 +407,7 @@ def test_fail_twice_keeps_the_first_cause(table: LeaseTable) -> None:
     assert refused(table).code is ErrorCode.EXECUTION_EXCEPTION
 
 
+@pytest.mark.invariant("RPC-5")
 def test_fail_twice_under_a_reader_keeps_the_first_cause(table: LeaseTable) -> None:
     staged(table)
     reader = open_load(table)

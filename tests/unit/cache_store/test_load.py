@@ -117,6 +117,7 @@ def test_load_with_everything_and_the_result_is_complete() -> None:
     assert stream.counts.counters[("kv_transfer_pieces_total", "grpc", "ok")] == 4
 
 
+@pytest.mark.invariant("RPC-14")
 def test_load_of_zero_blocks_completes() -> None:
     stream = Stream(count=0).started()
     stream.load.on_state(pb.COMPUTE_STATE_COMPUTED)
@@ -125,6 +126,7 @@ def test_load_of_zero_blocks_completes() -> None:
     assert stream.load.state is LoadState.COMPLETE
 
 
+@pytest.mark.invariant("RPC-14")
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(data=st.data())
 def test_load_completes_with_any_order_and_split_of_its_blocks(data: st.DataObject) -> None:
@@ -144,6 +146,7 @@ def test_load_completes_with_any_order_and_split_of_its_blocks(data: st.DataObje
     assert stream.load.state is LoadState.COMPLETE
 
 
+@pytest.mark.invariant("RPC-14")
 @pytest.mark.parametrize(
     ("call", "code", "counted"),
     [
@@ -189,6 +192,7 @@ def test_load_with_an_event_before_started_is_a_breach(call: Callable[[Stream], 
     assert stream.load.error is not None and stream.load.error.breach
 
 
+@pytest.mark.invariant("RPC-10")
 @pytest.mark.parametrize(
     "result",
     [
@@ -202,16 +206,19 @@ def test_done_without_its_result_is_a_breach_never_a_success(result: common_pb2.
     assert fails(lambda: stream.done(0, result), stream.load) is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
 
 
+@pytest.mark.invariant("RPC-14")
 def test_done_with_another_number_of_pieces_is_a_mismatch() -> None:
     stream = Stream(count=0).started()
     assert fails(lambda: stream.done(1), stream.load) is ErrorCode.READ_BUFFER_MISMATCH
 
 
+@pytest.mark.invariant("RPC-10")
 def test_end_without_done_is_a_failure_even_with_every_block() -> None:
     stream = Stream(count=0).started()
     assert fails(stream.load.on_end, stream.load) is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
 
 
+@pytest.mark.invariant("RPC-10")
 @pytest.mark.parametrize(
     "call", [lambda s: s.done(0), lambda s: s.load.on_state(pb.COMPUTE_STATE_COMPUTED), lambda s: s.send(0, [2])]
 )
@@ -228,6 +235,7 @@ def test_failed_event_leaves_nothing_counted() -> None:
     assert (stream.load.delivered, stream.load.missing, stream.load.bytes_received) == (0, 4, 0)
 
 
+@pytest.mark.invariant("RPC-14")
 def test_p2_pieces_of_two_groups_with_equal_block_numbers_do_not_meet() -> None:
     stream = Stream(two_groups=True).started()
     stream.send(0, [2, 3])
@@ -259,6 +267,7 @@ def test_events_that_the_mode_does_not_cover_need_no_checksums() -> None:
     Stream(mode="off").started().send(0, [2], sums=[])
 
 
+@pytest.mark.invariant("RPC-14")
 def test_first_cause_stays_and_names_what_is_missing() -> None:
     stream = Stream().started()
     stream.send(0, [2])
@@ -278,6 +287,7 @@ def timeout_code(stream: Stream, seconds: float) -> ErrorCode:
     return stream.load.on_timeout().code
 
 
+@pytest.mark.invariant("RPC-20")
 def test_waiting_for_the_prefill_to_run_is_bounded_by_the_publish_timeout() -> None:
     assert timeout_code(Stream(), PUBLISH_S + 1) is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
 
@@ -287,6 +297,7 @@ def test_waiting_is_bounded_by_the_requests_deadline_first() -> None:
     assert timeout_code(Stream(deadline_s=3).started(), 3) is ErrorCode.GENERATE_TIMEOUT
 
 
+@pytest.mark.invariant("RPC-20")
 def test_progress_limit_starts_when_the_prefill_runs_however_long_it_was_queued() -> None:
     stream = Stream()
     stream.clock.now += 3 * PROGRESS_S
@@ -302,6 +313,7 @@ def test_waiting_begins_anew_after_this_process_stood_still_but_the_deadline_sta
     assert timeout_code(stream, 2) is ErrorCode.GENERATE_TIMEOUT
 
 
+@pytest.mark.invariant("RPC-20")
 def test_progress_limit_is_moved_by_each_new_block_and_by_signs_of_progress() -> None:
     stream = Stream().started()
     stream.clock.now += PROGRESS_S - 1

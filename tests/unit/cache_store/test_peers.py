@@ -164,6 +164,7 @@ def test_restarted_peer_on_the_same_port_is_found_out_and_the_new_one_served() -
             assert np.array_equal(decode.blocks([2]), again.blocks([6]))
 
 
+@pytest.mark.invariant("RPC-31")
 def test_incompatible_peer_is_refused_with_every_differing_fact(pair: tuple[Node, Node]) -> None:
     prefill, _ = pair
     with nodes(Node("other", model="model-b", seed=5)) as (other,):
@@ -263,6 +264,7 @@ def test_scripted_peer_that_keeps_to_the_protocol_is_loaded_from() -> None:
         decode.load_done()
 
 
+@pytest.mark.invariant("RPC-10", "RPC-13")
 @pytest.mark.parametrize(
     ("events", "code"),
     [

@@ -222,6 +222,7 @@ def test_health_and_reflection_describe_the_service(channel: grpc.Channel) -> No
 # ---- what it refuses: handshake
 
 
+@pytest.mark.invariant("RPC-31")
 @pytest.mark.parametrize(
     "field",
     ["protocol_version", "engine_id", "expected_engine_id", "tp_size", "rank", "transports", "checksum"],
@@ -247,6 +248,7 @@ def group_with(**change: object) -> common_pb2.KvGroup:
     return group
 
 
+@pytest.mark.invariant("RPC-31")
 @pytest.mark.parametrize(
     ("change", "facts"),
     [
@@ -286,12 +288,14 @@ def test_handshake_that_expects_another_engine_is_restarted_with_both_ids(stub: 
 # ---- what it refuses: load
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize("field", ["reference", "wanted", "prompt_tokens", "checksum", "chunk_bytes"])
 def test_k13_load_without_a_field_is_refused_by_name(stub: pb_grpc.CacheStoreStub, staged: str, field: str) -> None:
     error = load_refused(stub, load_request(staged, **{field: None}))
     assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, field)
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize(
     "field",
     [
@@ -312,6 +316,7 @@ def test_k13_load_without_a_field_of_a_group_is_refused_by_name(
     assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, f"wanted[0].{field}")
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize(
     ("reference", "param"),
     [
@@ -331,6 +336,7 @@ def test_load_with_a_broken_reference_is_refused_by_name(
     assert (error.code, error.param) == (code, param)
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize(
     ("change", "code", "kind"),
     [
@@ -375,6 +381,7 @@ def test_k2_load_that_does_not_fit_is_refused_and_takes_nothing(
     assert list(stub.Load(load_request(staged), timeout=STUB_TIMEOUT_S))[-1].done.pieces == 9
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize(
     ("reference", "code"),
     [
@@ -423,6 +430,7 @@ def test_k12_second_load_is_a_duplicate_beside_an_open_and_a_parked_one(
 # ---- what it refuses: the rest
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize("method", ["Handshake", "Load", "RenewLease", "Release"])
 def test_bytes_that_are_no_message_are_a_format_error(channel: grpc.Channel, method: str) -> None:
     path = f"/{SERVICE}/{method}"
@@ -433,6 +441,7 @@ def test_bytes_that_are_no_message_are_a_format_error(channel: grpc.Channel, met
     assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
 
 
+@pytest.mark.invariant("RPC-15")
 @pytest.mark.parametrize(
     ("request_", "param"),
     [

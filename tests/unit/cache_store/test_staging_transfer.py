@@ -401,6 +401,7 @@ def test_copy_that_fails_when_sending_then_the_load_has_a_typed_error_and_can_be
     prefill.lease_ended()
 
 
+@pytest.mark.invariant("RPC-16")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_copy_that_fails_when_receiving_then_the_load_ends_at_once_with_a_typed_error(transport: str) -> None:
     for prefill, decode in make_pair("threads", transport):

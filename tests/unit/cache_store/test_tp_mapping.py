@@ -26,6 +26,7 @@ def layout(heads: int, total: int) -> GroupLayout:
     )
 
 
+@pytest.mark.invariant("RPC-18")
 @pytest.mark.parametrize(
     ("heads", "tp", "rank", "peer_tp", "expected"),
     [
@@ -45,6 +46,7 @@ def test_read_plan_of_known_sizes_is_the_documented_one(
     assert list(read_plan(heads, tp, rank, peer_tp)) == expected
 
 
+@pytest.mark.invariant("RPC-18")
 @pytest.mark.parametrize(("heads", "tp", "peer_tp"), [(8, 2, 3), (3, 2, 2), (3, 1, 2), (4, 1, 3), (3, 4, 4)])
 def test_read_plan_when_sizes_do_not_divide_is_asymmetric_tp(heads: int, tp: int, peer_tp: int) -> None:
     with pytest.raises(BatonError) as caught:
@@ -52,16 +54,19 @@ def test_read_plan_when_sizes_do_not_divide_is_asymmetric_tp(heads: int, tp: int
     assert caught.value.code is ErrorCode.ASYMMETRIC_TP_FAILED
 
 
+@pytest.mark.invariant("RPC-18")
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_head_range_of_a_rank_outside_raises(rank: int) -> None:
     with pytest.raises(IndexError):
         head_range(4, 2, rank)
 
 
+@pytest.mark.invariant("RPC-18")
 def test_peer_address_beyond_the_list_is_unmapped_never_another() -> None:
     assert [peer_address(("a:1", "b:2"), rank) for rank in (0, 1, 2, -1)] == ["a:1", "b:2", UNMAPPED, UNMAPPED]
 
 
+@pytest.mark.invariant("RPC-18")
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(
     tp=st.sampled_from([1, 2, 4, 8]),

@@ -132,6 +132,7 @@ def test_blocks_that_the_decode_server_holds_are_not_sent(pair: tuple[Node, Node
     assert prefill.count("kv_transfer_bytes_total") == LAYOUT.num_layers * LAYOUT.block_bytes
 
 
+@pytest.mark.invariant("RPC-14")
 def test_load_of_zero_blocks_completes_with_the_result(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     decode.load(prefill.source, KEY, [], tokens=5)

@@ -79,6 +79,7 @@ def test_o1_each_piece_that_cannot_be_sent_ends_the_load(
     assert decode.count("kv_transfer_failures_total", reason=expected.name) == 1
 
 
+@pytest.mark.invariant("RPC-11")
 def test_cause_of_the_sender_arrives_with_its_code_and_stage(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     faults.arm("cache_store.send_piece:raise=8306")
@@ -91,6 +92,7 @@ def test_cause_of_the_sender_arrives_with_its_code_and_stage(pair: tuple[Node, N
     prefill.lease_ended()  # not retriable, so the decode server gave it up by itself
 
 
+@pytest.mark.invariant("RPC-17")
 def test_reload_after_a_failed_load_brings_the_kv_without_a_new_prefill(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     faults.arm("cache_store.send_piece:raise=8309,layer=1,block=2,times=1")
@@ -104,6 +106,7 @@ def test_reload_after_a_failed_load_brings_the_kv_without_a_new_prefill(pair: tu
     assert prefill.lease_ended().outcome == "released"
 
 
+@pytest.mark.invariant("RPC-17")
 def test_reload_is_offered_once(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     faults.arm("cache_store.send_piece:raise=8309")
@@ -214,6 +217,7 @@ def test_cancel_before_the_load_made_its_first_step_ends_it_all_the_same(pair: t
     assert decode.load_failed().error.code is ErrorCode.CANCELLED
 
 
+@pytest.mark.invariant("RPC-17")
 def test_late_piece_after_a_cancel_changes_no_block(pair: tuple[Node, Node]) -> None:
     """The cancelled load's blocks are given out anew; what P still has under way must not land in them."""
     prefill, decode = pair
@@ -258,6 +262,7 @@ def test_damaged_piece_is_a_checksum_failure_and_can_be_reloaded(monkeypatch: py
         assert_clean(prefill, decode)
 
 
+@pytest.mark.invariant("RPC-16")
 def test_pool_that_raises_on_the_sending_side_is_a_store_failure() -> None:
     pool = OddPool()
     with nodes(Node("prefill", pool=pool), Node("decode", seed=2)) as (prefill, decode):
@@ -273,6 +278,7 @@ def test_pool_that_raises_on_the_sending_side_is_a_store_failure() -> None:
         assert_clean(prefill, decode)
 
 
+@pytest.mark.invariant("RPC-16")
 def test_pool_that_raises_on_the_receiving_side_is_reported_at_once() -> None:
     pool = OddPool()
     with nodes(Node("prefill", seed=1), Node("decode", pool=pool)) as (prefill, decode):
@@ -316,6 +322,7 @@ def test_admission_with_blocks_outside_the_pool_ends_at_once(pair: tuple[Node, N
 # ---- time limits
 
 
+@pytest.mark.invariant("RPC-20")
 @pytest.mark.serial
 def test_load_limit_counts_from_running_not_from_the_queue() -> None:
     limits = settings(load_progress_timeout_s=0.3)
@@ -330,6 +337,7 @@ def test_load_limit_counts_from_running_not_from_the_queue() -> None:
         prefill.lease_ended()
 
 
+@pytest.mark.invariant("RPC-20")
 @pytest.mark.serial
 def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
     limits = settings(load_progress_timeout_s=0.3)

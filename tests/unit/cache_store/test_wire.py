@@ -93,5 +93,6 @@ def test_error_detail_round_trip_keeps_code_message_stage_and_metadata() -> None
     )
 
 
+@pytest.mark.invariant("RPC-10")
 def test_error_detail_without_a_code_is_a_contract_breach() -> None:
     assert wire.error_of(errors_pb2.ErrorDetail(message="x")).code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR

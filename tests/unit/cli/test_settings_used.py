@@ -40,6 +40,7 @@ def attributes_read(packages: Iterable[str]) -> set[str]:
     return found
 
 
+@pytest.mark.invariant("RPC-30")
 @pytest.mark.parametrize(
     ("settings", "packages"),
     [

@@ -236,6 +236,7 @@ def test_handover_when_the_prefill_step_fails_then_both_servers_say_so_and_serve
         assert serve(p, d, "b#0.00000000", PROMPT, max_tokens=16) == reference
 
 
+@pytest.mark.invariant("RPC-17")
 def test_handover_when_a_load_breaks_then_it_is_repeated_without_a_new_prefill(reference):
     with pair() as (p, d):
         faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,nth=2")

@@ -379,6 +379,7 @@ def test_row_when_it_fails_on_a_prefill_server_then_loads_of_its_kv_end_with_the
 # -- times ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.invariant("RPC-1")
 def test_stages_when_a_request_waits_then_each_has_its_time():
     engine = ScriptedEngine(max_num_batched_tokens=8)
     engine.add("a", PROMPT, max_tokens=3)

@@ -196,6 +196,7 @@ def test_preemption_when_a_loaded_request_loses_its_blocks_then_it_is_computed_h
     engine.assert_clean()
 
 
+@pytest.mark.invariant("RPC-1")
 def test_stages_when_a_request_is_loaded_then_each_has_its_time():
     engine = decode_engine()
     engine.add("a", PROMPT, RunMode.DECODE, max_tokens=3)
@@ -233,6 +234,7 @@ def test_policy_when_a_load_fails_then_it_decides(policy, code, loads, retriable
     assert after_failed_load(policy, error, loads=loads, retriable_here=retriable, may_recompute=recompute) is expected
 
 
+@pytest.mark.invariant("RPC-17")
 def test_failed_load_when_the_peer_still_holds_the_kv_then_it_is_reloaded_once_into_new_blocks():
     engine = decode_engine(num_blocks=6)
     engine.add("a", PROMPT, RunMode.DECODE, max_tokens=4)
@@ -475,6 +477,7 @@ def test_k11_abort_when_the_request_is_in_any_state_then_it_ends_once_and_all_bl
     engine.assert_clean()
 
 
+@pytest.mark.invariant("RPC-17")
 def test_abort_when_a_load_still_writes_then_its_blocks_are_quarantined_until_it_is_quiet():
     engine = decode_engine(num_blocks=6)
     engine.add("a", PROMPT, RunMode.DECODE)

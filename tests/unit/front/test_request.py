@@ -34,6 +34,7 @@ def failure(code: ErrorCode = ErrorCode.EXECUTION_EXCEPTION) -> BatonError:
     return BatonError(code, "first")
 
 
+@pytest.mark.invariant("RPC-5")
 @pytest.mark.parametrize(
     ("error", "finish", "cancelled", "source", "code"),
     [
@@ -58,6 +59,7 @@ def test_classify_when_ends_meet_then_the_error_wins_and_then_the_finish(
     assert (terminal.error is None) == (source is Source.SUCCESS)
 
 
+@pytest.mark.invariant("RPC-5")
 def test_end_when_further_causes_follow_in_any_order_then_the_first_stays() -> None:
     causes = [
         classify(failure(), None, False),

@@ -201,6 +201,7 @@ async def test_decode_when_a_call_without_a_deadline_lasts_too_long_then_it_is_8
     assert (record["code"], record["abort_source"]) == (8204, "deadline")
 
 
+@pytest.mark.invariant("RPC-4")
 async def test_decode_when_the_caller_cancels_after_the_last_token_then_it_is_a_success() -> None:
     front = Front("decode")
     async with front.running(), asyncio.timeout(LIMIT_S):
@@ -218,6 +219,7 @@ async def test_decode_when_the_caller_cancels_after_the_last_token_then_it_is_a_
     assert front.metrics.value("baton_aborts_total", leg="decode", source="client") is None
 
 
+@pytest.mark.invariant("RPC-4")
 async def test_decode_when_the_caller_leaves_before_it_has_read_a_finished_answer_then_nothing_was_aborted() -> None:
     front = Front("decode")
     async with front.running(), asyncio.timeout(LIMIT_S):
@@ -257,6 +259,7 @@ async def test_abort_all_when_requests_are_open_and_held_then_each_ends_with_860
     assert front.reception.remaining() == 0
 
 
+@pytest.mark.invariant("RPC-3")
 async def test_rpc_gauges_when_requests_ended_in_every_way_then_they_are_back_at_zero() -> None:
     front = Front("decode")
     async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:

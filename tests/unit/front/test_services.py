@@ -286,6 +286,7 @@ async def test_request_when_the_engine_reports_an_unknown_number_then_it_is_514_
     assert front.metrics.value("baton_contract_breaches_total", kind="unknown_code") == 1
 
 
+@pytest.mark.invariant("RPC-10")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_request_when_the_engine_fails_it_without_a_code_then_it_is_514_named_so(role: Any) -> None:
     front = Front(role)

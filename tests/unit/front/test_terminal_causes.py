@@ -40,6 +40,7 @@ def later_causes(front: Front) -> dict[str, Any]:
     }
 
 
+@pytest.mark.invariant("RPC-5")
 @pytest.mark.parametrize("order", itertools.permutations(("cancel", "deadline", "cleanup")), ids="-".join)
 @pytest.mark.parametrize("mode", MODES)
 async def test_cause_when_an_error_is_followed_by_others_in_any_order_then_the_error_stays(
@@ -62,6 +63,7 @@ async def test_cause_when_an_error_is_followed_by_others_in_any_order_then_the_e
     assert entry["code"] == int(X)
 
 
+@pytest.mark.invariant("RPC-5")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", ["cancel", "deadline", "cleanup"])
 async def test_cause_when_an_end_from_outside_is_followed_by_others_then_it_stays(mode: str, first: str) -> None:
@@ -80,6 +82,7 @@ async def test_cause_when_an_end_from_outside_is_followed_by_others_then_it_stay
     assert record["source"] == ("client_cancel" if first == "cancel" else "context_error")
 
 
+@pytest.mark.invariant("RPC-6")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ["admit", "note"])
 async def test_exit_when_something_raises_unexpectedly_in_a_stage_then_it_has_a_cause_and_a_record(
@@ -108,6 +111,7 @@ async def test_exit_when_something_raises_unexpectedly_in_a_stage_then_it_has_a_
     assert len(front.reception.table) == 0
 
 
+@pytest.mark.invariant("RPC-4")
 @pytest.mark.parametrize("mode", MODES)
 async def test_success_when_the_consumer_leaves_right_after_its_final_output_then_it_is_quiet(
     mode: str, caplog: pytest.LogCaptureFixture
@@ -142,6 +146,7 @@ async def test_success_when_the_consumer_leaves_right_after_its_final_output_the
     ] == []
 
 
+@pytest.mark.invariant("RPC-6")
 @pytest.mark.parametrize("mode", MODES)
 async def test_early_failure_when_the_request_was_never_admitted_then_the_ring_has_it_with_its_peer(mode: str) -> None:
     front, message = front_of(mode)
@@ -166,6 +171,7 @@ def test_classify_when_it_is_asked_for_any_role_then_it_is_one_function() -> Non
     assert classify(None, None, False).source is Source.CONTEXT_CLEANUP
 
 
+@pytest.mark.invariant("RPC-5")
 @pytest.mark.parametrize(
     ("error", "finish", "cancelled", "source", "code"),
     [

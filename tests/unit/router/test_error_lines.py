@@ -15,6 +15,7 @@ def lines(caplog, level, text=""):
     return [record for record in ours if record.levelno >= level and text in record.message]
 
 
+@pytest.mark.invariant("RPC-12")
 async def test_log_when_every_attempt_fails_then_one_error_after_the_last(caplog):
     async with running_cluster(2, 2, retry_budget_ratio=10.0) as cluster:
         for server in cluster.servers:
@@ -28,6 +29,7 @@ async def test_log_when_every_attempt_fails_then_one_error_after_the_last(caplog
         assert len(lines(caplog, logging.INFO, "trying again")) == 3
 
 
+@pytest.mark.invariant("RPC-12")
 async def test_log_when_an_attempt_fails_and_another_serves_then_there_is_no_error(caplog):
     async with running_cluster(2, 2) as cluster:
         for server in cluster.servers:

@@ -44,6 +44,7 @@ def final(failover: Failover, code: ErrorCode, emitted: int = 0) -> BatonError:
     return caught.value
 
 
+@pytest.mark.invariant("RPC-11")
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("emitted", [0, 5])
 def test_after_a_failure_then_only_codes_that_a_retry_can_help_get_another_attempt(code, emitted):

@@ -182,6 +182,7 @@ def test_abort_source_when_a_request_ends_then_it_names_who_asked(code, source):
     assert abort_source(BatonError(code)) == source
 
 
+@pytest.mark.invariant("RPC-9")
 async def test_channel_when_a_call_with_details_meets_a_broken_connection_then_it_is_replaced_and_the_code_kept():
     async with running_cluster(0, 1, local=True) as cluster:
         server = cluster.servers[0]

@@ -105,6 +105,7 @@ def test_m1_latencies_when_each_part_takes_its_time_then_sum_count_and_bucket_ar
         assert metrics.value("baton_stage_seconds_count", stage=stage) == 2, stage
 
 
+@pytest.mark.invariant("RPC-6")
 def test_open_when_the_body_raises_then_the_request_failed_with_it():
     table, _, metrics, lines = make()
     with pytest.raises(BatonError), table.open("a", api="completions", model="tiny"):
@@ -121,6 +122,7 @@ def test_open_when_the_body_raises_then_the_request_failed_with_it():
     assert len(table) == 0
 
 
+@pytest.mark.invariant("RPC-6")
 def test_open_when_something_unexpected_is_raised_then_it_is_514():
     table, _, _, lines = make()
     with pytest.raises(KeyError), table.open("a", api="completions", model="tiny"):
@@ -148,6 +150,7 @@ def test_open_when_the_deadline_has_passed_then_leaving_is_a_timeout():
     assert metrics.value("baton_aborts_total", leg="router", source="deadline") == 1
 
 
+@pytest.mark.invariant("RPC-5")
 def test_fail_when_an_error_is_set_then_a_later_one_does_not_replace_it():
     table, _, _, lines = make()
     with table.open("a", api="chat", model="tiny") as request:

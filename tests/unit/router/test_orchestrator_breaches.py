@@ -87,6 +87,7 @@ def twisted(cluster, role):
     return next(server for server in cluster.servers if server.role == role)
 
 
+@pytest.mark.invariant("RPC-10")
 @pytest.mark.parametrize(("role", "twist", "kind"), BREACHES, ids=IDS)
 async def test_breach_when_there_is_no_other_server_then_a_typed_error_that_is_counted_and_logged(
     role, twist, kind, caplog
@@ -111,6 +112,7 @@ async def test_breach_when_there_is_no_other_server_then_a_typed_error_that_is_c
         await cluster.settled()
 
 
+@pytest.mark.invariant("RPC-10")
 @pytest.mark.parametrize(("role", "twist", "kind"), BREACHES[:3], ids=IDS[:3])
 async def test_breach_when_the_decode_server_has_loaded_already_then_its_answer_goes_on_and_the_breach_is_counted(
     role, twist, kind

@@ -57,6 +57,7 @@ async def test_generate_when_a_decode_server_refuses_then_the_other_one_serves_i
             assert prefill.seen[-1].request_key.partition(".")[0].endswith("#1")
 
 
+@pytest.mark.invariant("RPC-7")
 async def test_generate_when_decode_reports_602_then_it_is_treated_as_8211():
     async with running_cluster(1, 1) as cluster:
         cluster.servers[0].at["start"] = Hold()  # no token comes out

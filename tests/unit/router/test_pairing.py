@@ -121,6 +121,7 @@ def test_from_info_when_it_is_complete_then_the_facts_are_its():
     assert (facts.role, facts.tp_size, facts.vocab_size, facts.groups[0].block_size) == ("prefill", 1, 9, 16)
 
 
+@pytest.mark.invariant("RPC-31")
 @pytest.mark.parametrize(
     "field",
     ["role", "engine_id", "protocol_version", "model_fingerprint", "groups", "tp_size", "max_model_len", "vocab_size"],

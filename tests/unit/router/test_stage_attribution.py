@@ -59,6 +59,7 @@ def booked(cluster) -> dict[str, float]:
     return found
 
 
+@pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize("retries", [0, 1, 3])
 async def test_stages_when_attempts_fail_before_one_serves_then_each_bucket_is_exact(retries):
     clock = Clock()
@@ -83,6 +84,7 @@ async def test_stages_when_attempts_fail_before_one_serves_then_each_bucket_is_e
         await cluster.settled()
 
 
+@pytest.mark.invariant("RPC-1")
 async def test_stages_when_the_request_ends_early_then_the_rest_was_not_reached():
     clock = Clock()
     async with running_cluster(clock=clock) as cluster:
@@ -109,6 +111,7 @@ async def test_stages_when_the_request_ends_early_then_the_rest_was_not_reached(
         admission.leave()
 
 
+@pytest.mark.invariant("RPC-1")
 async def test_clock_when_a_request_has_ended_in_any_way_then_it_stands_at_finish():
     clock = Clock()
     async with running_cluster(clock=clock) as cluster:

@@ -156,6 +156,7 @@ def test_record_when_its_arguments_do_not_fit_then_it_is_a_write_error_and_the_n
     assert conserved(handler, 2)["write_errors"] == 1
 
 
+@pytest.mark.invariant("RPC-25")
 def test_write_that_raises_when_lines_follow_then_its_places_come_back_and_they_are_written() -> None:
     sink = Gate(open_=True)
     handler = make(sink, queue_size=3, batch_size=3)
@@ -172,6 +173,7 @@ def test_write_that_raises_when_lines_follow_then_its_places_come_back_and_they_
 # -- invariant: bounded flush
 
 
+@pytest.mark.invariant("RPC-24")
 @pytest.mark.parametrize("state", ["blocked", "dead"])
 def test_flush_and_close_when_the_writer_is_blocked_or_dead_then_they_return_in_time(
     state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -212,6 +214,7 @@ def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
+@pytest.mark.invariant("RPC-25")
 def test_close_when_the_blocked_writer_gets_free_then_it_writes_the_rest_and_closes_the_file_itself() -> None:
     sink = Gate()
     handler = make(sink, batch_size=1, close_timeout_s=0.1)
@@ -225,6 +228,7 @@ def test_close_when_the_blocked_writer_gets_free_then_it_writes_the_rest_and_clo
     assert conserved(handler, 3)["dropped"] == 0
 
 
+@pytest.mark.invariant("RPC-24")
 def test_close_when_its_time_is_over_with_lines_left_then_they_are_counted_as_dropped() -> None:
     sink = Gate(open_=True)
     handler = make(sink, batch_size=1, flush_interval_s=60.0, close_timeout_s=30.0)
@@ -246,6 +250,7 @@ def test_close_when_its_time_is_over_with_lines_left_then_they_are_counted_as_dr
 # -- invariant: close order
 
 
+@pytest.mark.invariant("RPC-25")
 @pytest.mark.parametrize("broken", ["flush", "write", "kill"])
 def test_close_when_writing_or_flushing_raises_then_it_is_stopped_the_file_closed_and_a_later_flush_returns(
     broken: str, monkeypatch: pytest.MonkeyPatch
@@ -284,6 +289,7 @@ class Watched(_Writer):
         self.__dict__["finished"] = value
 
 
+@pytest.mark.invariant("RPC-25")
 @pytest.mark.parametrize("moment", ["after the last look", "after the close"])
 def test_line_between_check_and_enqueue_when_the_handler_is_closed_then_it_is_counted_and_not_lost(
     moment: str, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +333,7 @@ def test_line_between_check_and_enqueue_when_the_handler_is_closed_then_it_is_co
     assert (stats["dropped_after_close"], stats["enqueued"]) == (1, 0)
 
 
+@pytest.mark.invariant("RPC-25")
 def test_logging_shutdown_when_handlers_are_open_blocked_or_closed_then_it_returns_and_closes_them() -> None:
     sinks = [Gate(open_=True), Gate(), Gate(open_=True)]
     handlers = [make(sink, close_timeout_s=0.2, batch_size=1) for sink in sinks]
@@ -343,6 +350,7 @@ def test_logging_shutdown_when_handlers_are_open_blocked_or_closed_then_it_retur
 # -- invariant: one writer
 
 
+@pytest.mark.invariant("RPC-26")
 def test_fifty_threads_when_they_emit_and_flush_then_one_thread_writes_every_line() -> None:
     sink = Gate(open_=True)
     handler = make(sink, batch_size=7)
@@ -370,6 +378,7 @@ def test_fifty_threads_when_they_emit_and_flush_then_one_thread_writes_every_lin
     handler.close()
 
 
+@pytest.mark.invariant("RPC-26")
 def test_writer_that_dies_when_lines_follow_then_one_other_writes_them_and_the_restart_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -388,6 +397,7 @@ def test_writer_that_dies_when_lines_follow_then_one_other_writes_them_and_the_r
     assert conserved(handler, 6)["write_errors"] == 3
 
 
+@pytest.mark.invariant("RPC-26")
 def test_writer_that_dies_when_no_thread_can_be_had_then_the_next_line_starts_it_and_only_that_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -407,6 +417,7 @@ def test_writer_that_dies_when_no_thread_can_be_had_then_the_next_line_starts_it
     handler.close()
 
 
+@pytest.mark.invariant("RPC-26")
 def test_logger_when_it_is_set_up_twenty_times_then_threads_and_files_stay_as_many(tmp_path: Path) -> None:
     logger = logging.Logger("of this test")
 
@@ -423,6 +434,7 @@ def test_logger_when_it_is_set_up_twenty_times_then_threads_and_files_stay_as_ma
     logger.handlers[0].close()
 
 
+@pytest.mark.invariant("RPC-26")
 def test_handler_when_nobody_holds_it_and_it_was_not_closed_then_the_collector_is_not_kept_and_its_thread_ends() -> (
     None
 ):
@@ -444,6 +456,7 @@ def test_handler_when_nobody_holds_it_and_it_was_not_closed_then_the_collector_i
 # -- invariant: durability
 
 
+@pytest.mark.invariant("RPC-27")
 def test_ten_thousand_lines_when_closed_twice_then_each_is_on_disk_or_counted_as_dropped(tmp_path: Path) -> None:
     handler = make(RotatingFile(tmp_path / "log", 10_000_000, 1), queue_size=500)
     put(handler, *range(10_000))
@@ -454,6 +467,7 @@ def test_ten_thousand_lines_when_closed_twice_then_each_is_on_disk_or_counted_as
     assert written == sorted(set(written))
 
 
+@pytest.mark.invariant("RPC-27")
 def test_many_threads_when_the_handler_is_closed_under_them_then_no_line_is_lost_uncounted(tmp_path: Path) -> None:
     for round_ in range(5):
         path = tmp_path / str(round_)
@@ -488,6 +502,7 @@ def called_names(function: Callable[..., object]) -> set[str]:
     return {str(i.argval) for i in dis.get_instructions(function) if i.opname in ("LOAD_METHOD", "LOAD_ATTR")}
 
 
+@pytest.mark.invariant("RPC-28")
 def test_emit_when_read_then_it_takes_no_lock_and_asks_for_no_size_of_the_queue() -> None:
     """A lock around `emit`, or a second one in it, would make all threads that log wait for one of them."""
     handler = make(Gate(open_=True))
@@ -509,6 +524,7 @@ def test_emit_when_read_then_it_takes_no_lock_and_asks_for_no_size_of_the_queue(
     handler.close()
 
 
+@pytest.mark.invariant("RPC-28")
 def test_emit_when_every_lock_of_the_handler_is_held_then_it_returns() -> None:
     sink = Gate(open_=True)
     handler = make(sink, batch_size=1)
@@ -521,6 +537,7 @@ def test_emit_when_every_lock_of_the_handler_is_held_then_it_returns() -> None:
     assert len(sink.lines) == 100
 
 
+@pytest.mark.invariant("RPC-28")
 def test_docstrings_when_read_then_they_say_what_blocks() -> None:
     for function in (AsyncLogHandler.emit, AsyncLogHandler.reopen):
         assert "never blocks" in (function.__doc__ or "").lower()

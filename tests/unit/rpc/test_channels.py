@@ -199,6 +199,7 @@ async def test_wait_for_a_connection_when_its_channel_is_replaced_then_it_goes_o
         await pool.close()
 
 
+@pytest.mark.invariant("RPC-9")
 async def test_channel_that_is_closed_from_outside_is_replaced() -> None:
     server = await started()
     evicted: list[str] = []
@@ -213,6 +214,7 @@ async def test_channel_that_is_closed_from_outside_is_replaced() -> None:
     await server.stop(0)
 
 
+@pytest.mark.invariant("RPC-9")
 async def test_connection_that_breaks_under_a_call_is_8205() -> None:
     started_, release = asyncio.Event(), asyncio.Event()
 

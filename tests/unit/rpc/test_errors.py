@@ -66,6 +66,7 @@ def test_openai_code_is_openais_word_where_there_is_one(number: int, word: str) 
     assert TABLE[ErrorCode(number)].openai_code == word
 
 
+@pytest.mark.invariant("RPC-11")
 @pytest.mark.parametrize(
     ("number", "status", "http", "retryable", "breaker"),
     [
@@ -88,6 +89,7 @@ def test_classification_of_code(number: int, status: str, http: int | None, retr
     assert (spec.grpc.name, spec.http, spec.retryable, spec.breaker) == (status, http, retryable, breaker)
 
 
+@pytest.mark.invariant("RPC-10")
 def test_error_without_code_cannot_be_built() -> None:
     with pytest.raises(ValueError):
         BatonError(ErrorCode.NONE_ERROR)
@@ -117,6 +119,7 @@ def test_from_number_when_unknown_is_514_and_keeps_the_number() -> None:
     )
 
 
+@pytest.mark.invariant("RPC-10")
 def test_from_number_when_zero_is_a_contract_breach() -> None:
     error = BatonError.from_number(0)
     assert (error.code, error.breach) == (ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "no_code")
@@ -141,6 +144,7 @@ def test_retry_after_is_whole_seconds_of_at_least_one(seconds: float | None, hea
     assert http_error_headers(error)["Retry-After"] == header
 
 
+@pytest.mark.invariant("RPC-12")
 @pytest.mark.parametrize(
     ("text", "clean"),
     [
@@ -163,6 +167,7 @@ def test_error_survives_pickling() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.invariant("RPC-12")
 @given(st.one_of(st.text(), st.binary(), st.text(st.characters(codec=None, categories=["Cs", "Cc"]))))
 def test_clean_text_is_printable_utf8_within_the_limit(text: str | bytes) -> None:
     cleaned = clean_text(text, 50)

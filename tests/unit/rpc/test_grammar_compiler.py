@@ -32,6 +32,7 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler.load(tiny_model("llama"), cache_bytes=1 << 24)
 
 
+@pytest.mark.invariant("RPC-21")
 @pytest.mark.parametrize(
     ("kind", "text", "good", "bad"),
     [
@@ -66,6 +67,7 @@ def test_choice_when_it_has_any_characters_then_it_is_the_only_text(compiler: Gr
     assert matcher.accept_string(text) and matcher.is_completed()
 
 
+@pytest.mark.invariant("RPC-21")
 @pytest.mark.parametrize(
     ("kind", "text", "metadata"),
     [

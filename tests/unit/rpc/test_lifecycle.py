@@ -184,6 +184,7 @@ async def test_signal_during_the_grace_cuts_it_short() -> None:
     assert exits == []
 
 
+@pytest.mark.invariant("RPC-3")
 async def test_open_work_counts_every_exit_and_never_falls_below_zero() -> None:
     work = OpenWork()
 

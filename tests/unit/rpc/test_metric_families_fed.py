@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from rpc.metric_families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +49,7 @@ def fed() -> set[str]:
     return found & set(FAMILIES)
 
 
+@pytest.mark.invariant("RPC-30")
 def test_families_when_declared_then_all_but_those_of_features_to_come_are_fed():
     waiting = {f"baton_{name}" for names in WAITING.values() for name in names}
     assert set(FAMILIES) - fed() == waiting

@@ -47,6 +47,7 @@ def test_fresh_process_declares_every_family_of_its_role_and_no_other(role: Role
     assert not any(name.endswith("_created") for name in samples)
 
 
+@pytest.mark.invariant("RPC-2")
 def test_roles_do_not_share_families_of_one_of_them() -> None:
     router, prefill, decode = (set(families_of(role)) for role in ROLES)
     assert "baton_kv_leases_active" in prefill - decode - router
@@ -116,6 +117,7 @@ def test_every_family_takes_an_event_and_shows_exactly_its_labels(role: Role) ->
             assert samples[sample][0]["role"] == role
 
 
+@pytest.mark.invariant("RPC-2")
 def test_first_event_makes_the_series_and_a_measured_zero_is_shown() -> None:
     registry = Registry("decode")
     assert registry.value("baton_stage_seconds_count", stage="load") is None
@@ -169,6 +171,7 @@ def test_figures_of_each_kind_have_the_value_that_was_booked() -> None:
     assert registry.value("baton_request_prompt_tokens_sum", model_name="m") == 9
 
 
+@pytest.mark.invariant("RPC-3")
 def test_track_falls_on_every_exit() -> None:
     registry = Registry("decode")
 

@@ -33,6 +33,7 @@ def silent_handlers(tree: ast.AST) -> list[int]:
     return found
 
 
+@pytest.mark.invariant("RPC-29")
 def test_lint_when_it_reads_the_project_then_no_broad_exception_is_passed_over_in_silence() -> None:
     servers = ("rpc", "router", "front", "prefill_server", "decode_server", "cache_store")
     rooms = (*servers, "engine", "kernels", "cli", "bench")
@@ -45,6 +46,7 @@ def test_lint_when_it_reads_the_project_then_no_broad_exception_is_passed_over_i
     assert not found, _SILENT
 
 
+@pytest.mark.invariant("RPC-29")
 @pytest.mark.parametrize(
     "text",
     [

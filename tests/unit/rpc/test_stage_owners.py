@@ -67,12 +67,14 @@ def sources() -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
+@pytest.mark.invariant("RPC-1")
 def test_stage_body_when_it_is_read_then_it_never_advances_a_stage() -> None:
     # The function that runs a stage is no body of one.
     wrong = {name: manual_calls(text) for name, text in sources() if name != "rpc/stages.py"}
     assert {name: calls for name, calls in wrong.items() if calls} == {}
 
 
+@pytest.mark.invariant("RPC-1")
 def test_stages_when_they_are_advanced_then_only_by_their_owners() -> None:
     users = {
         name
@@ -83,6 +85,7 @@ def test_stages_when_they_are_advanced_then_only_by_their_owners() -> None:
     assert users == OWNERS
 
 
+@pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize(
     "source",
     [

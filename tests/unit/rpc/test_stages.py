@@ -36,6 +36,7 @@ class Clock:
         self.now += seconds
 
 
+@pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize(("stages", "finish"), [(PREFILL_STAGES, 8), (DECODE_STAGES, 8), (ROUTER_STAGES, 7)])
 def test_finish_has_the_documented_number(stages: Sequence[str], finish: int) -> None:
     clock = StageClock(stages, Clock())
@@ -45,6 +46,7 @@ def test_finish_has_the_documented_number(stages: Sequence[str], finish: int) ->
     assert clock.stage == "finish"
 
 
+@pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize("stages", LISTS)
 async def test_each_stage_gets_its_own_time(stages: Sequence[str]) -> None:
     time = Clock()
@@ -62,6 +64,7 @@ async def test_each_stage_gets_its_own_time(stages: Sequence[str]) -> None:
     assert clock.total() == sum(range(len(stages))) + 0.5 * len(stages)
 
 
+@pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize("stages", LISTS)
 def test_early_return_at_every_stage_ends_in_finish_and_not_beyond(stages: Sequence[str]) -> None:
     for reached in range(len(stages) + 1):
@@ -78,6 +81,7 @@ def test_early_return_at_every_stage_ends_in_finish_and_not_beyond(stages: Seque
             clock.next_stage()
 
 
+@pytest.mark.invariant("RPC-1")
 def test_second_finish_stage_adds_nothing() -> None:
     time = Clock()
     clock = StageClock(DECODE_STAGES, time)
@@ -93,6 +97,7 @@ def test_second_finish_stage_adds_nothing() -> None:
     assert clock.seconds() == {"admit": 2.0}
 
 
+@pytest.mark.invariant("RPC-2")
 def test_measured_zero_is_there_and_an_unreached_stage_is_not() -> None:
     clock = StageClock(PREFILL_STAGES, Clock())
     with in_stage(clock):
@@ -100,6 +105,7 @@ def test_measured_zero_is_there_and_an_unreached_stage_is_not() -> None:
     assert clock.seconds() == {"admit": 0.0}
 
 
+@pytest.mark.invariant("RPC-1")
 def test_error_in_a_stage_books_its_time_and_names_it() -> None:
     time = Clock()
     clock = StageClock(PREFILL_STAGES, time)
@@ -115,6 +121,7 @@ def test_error_in_a_stage_books_its_time_and_names_it() -> None:
     assert clock.seconds() == {"admit": 3.0}
 
 
+@pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize("failures", [0, 1, 5])
 async def test_retries_add_up_in_the_stage_and_sleeps_stand_apart(failures: int) -> None:
     time = Clock()
@@ -241,6 +248,7 @@ def test_stage_list_is_checked(stages: tuple[str, ...]) -> None:
         StageClock(stages)
 
 
+@pytest.mark.invariant("RPC-1")
 @given(st.lists(st.sampled_from(["next", "finish_stage", "restore", "wait", "retry", "finish"]), max_size=60))
 def test_stages_and_sleeps_never_exceed_the_total(steps: list[str]) -> None:
     time = Clock()

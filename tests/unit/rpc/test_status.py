@@ -52,6 +52,7 @@ def packed(reason: str, metadata: dict[str, str], domain: str = "baton", message
     return status.SerializeToString()
 
 
+@pytest.mark.invariant("RPC-8")
 @pytest.mark.parametrize("code", CODES, ids=lambda c: c.name)
 def test_round_trip_keeps_everything(code: ErrorCode) -> None:
     error = BatonError(code, "one sentence", stage="load", param="max_tokens", metadata={"rank": "3"})
@@ -109,6 +110,7 @@ class ErrorDetailsPB:
     payload = status_pb2.Status(code=8302, message="connect failed").SerializeToString()
 
 
+@pytest.mark.invariant("RPC-8")
 @pytest.mark.parametrize(
     "payload",
     [
@@ -139,18 +141,21 @@ def test_details_that_are_not_ours_count_as_absent(payload: bytes | None) -> Non
     assert error.code is ErrorCode.DECODE_MALLOC_FAILED
 
 
+@pytest.mark.invariant("RPC-8")
 def test_unknown_number_is_514_and_keeps_the_number() -> None:
     parsed = parse_status(packed("NEW_CODE", {"code": "9001"}))
     assert parsed is not None
     assert (parsed.code, parsed.metadata["remote_code"]) == (ErrorCode.UNKNOWN_ERROR, "9001")
 
 
+@pytest.mark.invariant("RPC-8")
 def test_empty_message_is_the_codes_name() -> None:
     parsed = parse_status(packed("X", {"code": "8603"}, message=""))
     assert parsed is not None
     assert parsed.message == "KV_CHECKSUM_MISMATCH"
 
 
+@pytest.mark.invariant("RPC-12")
 def test_message_with_bytes_and_format_signs_is_clean_and_unformatted() -> None:
     raw = status_pb2.Status(code=13, message="@@@@@ %s %d").SerializeToString()
     detail = any_pb2.Any()
@@ -167,6 +172,7 @@ def test_message_with_bytes_and_format_signs_is_clean_and_unformatted() -> None:
 S, E = grpc.StatusCode, ErrorCode
 
 
+@pytest.mark.invariant("RPC-7")
 @pytest.mark.parametrize(
     ("status", "leg", "facts", "code"),
     [
@@ -207,6 +213,7 @@ def test_details_decide_whatever_the_status_says() -> None:
     assert error.code is E.KV_LEASE_EXPIRED
 
 
+@pytest.mark.invariant("RPC-7")
 @pytest.mark.parametrize(("leg", "code"), [("decode", 8211), ("prefill", 602), ("cache_store", 602)])
 def test_602_with_details_is_8211_only_from_the_decode_leg(leg: str, code: int) -> None:
     payload = packed("MALLOC_FAILED", {"code": "602"})
@@ -219,12 +226,14 @@ def test_602_with_details_is_8211_only_from_the_decode_leg(leg: str, code: int) 
     assert int(error.code) == code
 
 
+@pytest.mark.invariant("RPC-7")
 @pytest.mark.parametrize("code", CODES, ids=lambda c: c.name)
 def test_decode_view_changes_602_alone(code: ErrorCode) -> None:
     seen = decode_view(BatonError(code, "m", metadata={"a": "b"})).code
     assert seen is (E.DECODE_MALLOC_FAILED if code is E.MALLOC_FAILED else code)
 
 
+@pytest.mark.invariant("RPC-11")
 def test_load_failed_names_its_cause() -> None:
     error = load_failed(BatonError(E.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "m", stage="load", metadata={"peer": "p"}))
     assert error.code is E.LOAD_KV_CACHE_FAILED

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 PROBE = """
@@ -31,6 +33,7 @@ def probe() -> dict[str, object]:
     return found
 
 
+@pytest.mark.invariant("RPC-23")
 def test_importing_everything_is_light() -> None:
     runs = [probe() for _ in range(3)]
     best = min(float(str(run["seconds"])) for run in runs)

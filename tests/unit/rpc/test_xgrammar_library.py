@@ -85,6 +85,7 @@ def native_library(folder: Path) -> bytes:
     return made.read_bytes()
 
 
+@pytest.mark.invariant("RPC-22")
 def test_loader_when_the_library_is_installed_then_is_memoised_and_changes_no_environment() -> None:
     assert xgrammar_installed()
     found = run()
@@ -94,17 +95,20 @@ def test_loader_when_the_library_is_installed_then_is_memoised_and_changes_no_en
     assert load_xgrammar() is load_xgrammar() is xgrammar
 
 
+@pytest.mark.invariant("RPC-22")
 def test_loader_when_there_is_no_library_then_says_so_twice() -> None:
     found = run(isolated=True)
     [first, second] = found["outcomes"]
     assert first == second == "unavailable: ModuleNotFoundError: No module named 'xgrammar'"
 
 
+@pytest.mark.invariant("RPC-22")
 def test_loader_when_the_native_library_is_not_found_then_preloads_it_and_imports_again(tmp_path: Path) -> None:
     found = run(package(tmp_path, NEEDS_SYMBOL, native_library(tmp_path)))
     assert found["outcomes"] == ["xgrammar", "xgrammar"]
 
 
+@pytest.mark.invariant("RPC-22")
 def test_loader_when_the_native_library_cannot_be_loaded_then_the_first_cause_stays(tmp_path: Path) -> None:
     found = run(package(tmp_path, NEEDS_SYMBOL, b"this is no library"))
     [first, second] = found["outcomes"]
@@ -113,6 +117,7 @@ def test_loader_when_the_native_library_cannot_be_loaded_then_the_first_cause_st
         preload_shared_library(tmp_path / "xgrammar" / NATIVE_LIBRARY)
 
 
+@pytest.mark.invariant("RPC-21")
 @pytest.mark.parametrize(
     ("raised", "outcome"),
     [("RuntimeError", "unavailable: RuntimeError: built for another"), ("NameError", "raised NameError")],
