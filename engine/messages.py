@@ -219,6 +219,20 @@ class Observation(msgspec.Struct, frozen=True, array_like=True):
     value: float
 
 
+class RankStats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """State of the cache-store agent of one rank."""
+
+    rank: int
+    leases: int = 0
+    transfers_inflight: int = 0
+    transfer_queue_depth: int = 0
+    tombstones: int = 0
+    peers_connected: int = 0
+    peers_incompatible: int = 0
+    peers_lost: int = 0
+    oldest_hold_seconds: dict[str, float] = {}  # of staged and receiving KV; absent when none is held
+
+
 class EngineStats(msgspec.Struct, omit_defaults=True):
     running: int = 0
     waiting: int = 0
@@ -232,6 +246,9 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     peers_incompatible: int = 0
     peers_lost: int = 0
     oldest_hold_seconds: dict[str, float] = {}  # by state; absent when none is held
+    # Of each rank's agent, rank 0's too, when there are several; the counts above are then those of all of them. Every
+    # rank has the same blocks, so the ledgers are each rank's.
+    ranks: list[RankStats] = []
 
 
 class KvGroupInfo(msgspec.Struct, frozen=True):

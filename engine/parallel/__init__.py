@@ -1,0 +1,1 @@
+"""One server over several ranks: what the ranks say to each other, and what each holds."""
