@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,15 +66,3 @@ def embeddings_of_chunk(embeddings: Sequence[EmbeddingRows], start: int, end: in
         for item in embeddings
         if item.place < end and item.end > start
     )
-
-
-def digest_of(segments: Sequence[InputEmbedding]) -> bytes:
-    """What the prefix cache tells prompts with embeddings apart by, 32 bytes: their blocks are shared with nobody who
-    brings other ones, or none. Empty without segments."""
-    if not segments:
-        return b""
-    digest = hashlib.sha256()
-    for segment in sorted(segments, key=lambda item: item.location):
-        digest.update(f"{segment.location}:{segment.dtype}:{len(segment.values)};".encode())
-        digest.update(segment.values)
-    return digest.digest()

@@ -6,6 +6,7 @@ check what they can; the engine checks the numbers too.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,3 +67,15 @@ def check_input_embeddings(
 
 def _refusal(message: str) -> BatonError:
     return BatonError(ErrorCode.INVALID_PARAMS, f"{FIELD}: {message}", param=FIELD)
+
+
+def digest_of(segments: Sequence[InputEmbedding]) -> bytes:
+    """What the prefix cache tells prompts with embeddings apart by, 32 bytes: their blocks are shared with nobody who
+    brings other ones, or none. Empty without segments."""
+    if not segments:
+        return b""
+    digest = hashlib.sha256()
+    for segment in sorted(segments, key=lambda item: item.location):
+        digest.update(f"{segment.location}:{segment.dtype}:{len(segment.values)};".encode())
+        digest.update(segment.values)
+    return digest.digest()

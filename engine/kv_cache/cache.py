@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import BlockPool, Hold
-from engine.kv_cache.hashing import HashChain
 from engine.messages import KvEvent, KvGroupInfo, Ledger
+from rpc.block_hashes import HashChain
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engine.grammar.compiling import GrammarWorkers
 from engine.grammar.matching import GrammarMatching
-from engine.input_embeddings import digest_of, read_embeddings
+from engine.input_embeddings import read_embeddings
 from engine.kv_cache.cache import KvCache
 from engine.messages import (
     AbortRequest,
@@ -38,6 +38,7 @@ from engine.scheduler.news import News, engine_error
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import not_offered
 from rpc.graph_status import PrefillGraphStatus
+from rpc.input_embeddings import digest_of
 from rpc.status import load_failed
 
 # A load may be ended this long before the deadline of its request.

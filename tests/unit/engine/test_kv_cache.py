@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv_cache.block_pool import Hold
 from engine.kv_cache.cache import KvCache, blocks_for
-from engine.kv_cache.hashing import block_hash, root_hash
 from engine.messages import KvGroupInfo
+from rpc.block_hashes import block_hash, root_hash
 
 SALTS = ("", "", "", "tenant")
 BASES = ((0,) * 14, (0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1), (1,) * 14)

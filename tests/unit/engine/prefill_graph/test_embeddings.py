@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.input_embeddings import EmbeddingRows, digest_of, embeddings_of_chunk, read_embeddings
+from engine.input_embeddings import EmbeddingRows, embeddings_of_chunk, read_embeddings
 from engine.layers.override import override_of
 from engine.messages import RunMode
 from engine.models.llama import LlamaModel
@@ -22,7 +22,7 @@ from protos import common_pb2
 from rpc.channels import CONTROL_MESSAGE_BYTES
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import arm, disarm
-from rpc.input_embeddings import MOST_BYTES, MOST_SEGMENTS, InputEmbedding, check_input_embeddings
+from rpc.input_embeddings import MOST_BYTES, MOST_SEGMENTS, InputEmbedding, check_input_embeddings, digest_of
 from tests.unit.engine.prefill_graph.graph_runners import GraphRunner, prompt
 from tests.unit.engine.prefill_graph.test_engine import options
 from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve

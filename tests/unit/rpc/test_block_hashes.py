@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from engine.kv_cache.cache import KvCache
-from engine.kv_cache.hashing import HASH_BYTES, HashChain, block_hash, root_hash
 from engine.messages import KvGroupInfo
+from rpc.block_hashes import HASH_BYTES, HashChain, block_hash, root_hash
 
 BLOCK = [5, 6, 7, 8]
 
@@ -54,7 +54,7 @@ def test_chain_when_the_sequence_grows_then_earlier_hashes_stay():
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_hash_when_another_process_has_another_hash_seed_then_it_is_the_same(seed):
-    code = "from engine.kv_cache.hashing import *;print(block_hash(root_hash(4, 'salt'), [1, 2, 70000, 4]).hex())"
+    code = "from rpc.block_hashes import *;print(block_hash(root_hash(4, 'salt'), [1, 2, 70000, 4]).hex())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},

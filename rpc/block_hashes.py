@@ -1,4 +1,4 @@
-"""Hashes of prefix-cache blocks.
+"""Hashes of prefix-cache blocks, as the engines store them and as the router looks for them.
 
 The hash of a block names its tokens, everything before them, the tenant's salt and the block size:
 
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
+TOKEN_BYTES = 4
 _KEY = b"baton.kv.block.v1"
 
 
@@ -33,8 +34,17 @@ def root_hash(block_size: int, salt: str = "", embeddings: bytes = b"") -> bytes
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of a full block after the block with hash `parent`. Token ids are in [0, 2^32)."""
-    text = parent + struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return blake2b(text, digest_size=HASH_BYTES, key=_KEY).digest()
+    return packed_hash(parent, pack_tokens(token_ids))
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """The token ids as they enter the hash: TOKEN_BYTES each."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def packed_hash(parent: bytes, packed: bytes) -> bytes:
+    """`block_hash` of a block whose tokens are packed already."""
+    return blake2b(parent + packed, digest_size=HASH_BYTES, key=_KEY).digest()
 
 
 class HashChain:
