@@ -1,0 +1,29 @@
+"""The end of an engine of several ranks because of one of them."""
+
+from __future__ import annotations
+
+from rpc.errors import BatonError, ErrorCode
+
+
+class RankLost(BatonError):
+    """ENGINE_DEAD: a rank has failed, is gone, or does not answer, and the engine ends with it.
+
+    `metadata` has the `rank` that is at fault and the `cause`: the name of its own error, or how it was lost (`closed`,
+    `silent`, `not_reading`, `protocol`).
+    """
+
+    def __init__(self, rank: int, cause: str, how: str, **metadata: str) -> None:
+        """how: continues "rank 3 of the engine …"."""
+        super().__init__(
+            ErrorCode.ENGINE_DEAD,
+            f"rank {rank} of the engine {how}",
+            metadata={**metadata, "rank": str(rank), "cause": cause},
+        )
+        self.rank = rank
+
+    @classmethod
+    def failed(cls, rank: int, message: str, metadata: dict[str, str], code_name: str) -> RankLost:
+        """A rank that said itself why it cannot go on."""
+        cause = metadata.get("cause", code_name)
+        context = {key: value for key, value in metadata.items() if key not in ("rank", "cause")}
+        return cls(rank, cause, f"failed: {message}", **context, cause_code=code_name)

@@ -1,0 +1,102 @@
+"""Messages between the ranks of one engine: frames from rank 0 to all others, and from each of them to rank 0.
+
+Encoded as msgpack by msgspec, carried over one Unix-domain socket per follower. Every follower gets the same frames in
+the same order, and does what a frame says in the order of its fields.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.messages import CapturedGraphs, EngineError, Observation, RankStats
+from engine.parallel.agent_messages import AgentCall, RankEvent, Share
+
+PROTOCOL_VERSION = 1
+
+
+class EmbeddingsOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Rows that take the places of a row's tokens from `place` on."""
+
+    place: int
+    rows: int
+    values: bytes = b""  # float32, row by row; empty where the values come in the step's packed broadcast
+
+
+class RowExtra(msgspec.Struct, frozen=True, array_like=True):
+    """What few rows have."""
+
+    prompt_logprobs_from: int = -1
+    prompt_next_ids: list[int] = []
+    num_prompt_logprobs: int = 0
+    embeddings: list[EmbeddingsOrder] = []
+    multimodal: bool = False
+    position_ids: list[int] = []
+
+
+class RowOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One row of a step: what a forward pass needs to know of it, and nothing about sampling.
+
+    A row that was in the step before says where, and then `blocks` are those that its table has gained at its end since
+    then. That keeps a long context out of every message: a table of 4096 tokens is 256 numbers on the CPU.
+    """
+
+    token_ids: list[int]
+    start: int
+    previous: int  # place of the request in the step before; -1: it was not there, and key and table are whole
+    blocks: list[int]
+    sample: bool
+    request_key: str = ""
+    extra: RowExtra | None = None
+
+
+class StepOrder(msgspec.Struct, omit_defaults=True):
+    """A step, which every rank computes. Its number and order of collectives depend on nothing but this."""
+
+    rows: list[RowOrder]
+    shares: dict[str, list[Share]] = {}  # by group, what each rank publishes of its own KV, layer by layer
+
+
+class FollowerStart(msgspec.Struct):
+    """What a follower needs of rank 0 before it loads."""
+
+    engine_id: str
+    rendezvous_port: int  # of the loopback interface, where the ranks' collectives meet
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class FollowerFrame(msgspec.Struct, omit_defaults=True):
+    """Rank 0 to every other rank."""
+
+    seq: int
+    start: FollowerStart | None = None
+    proceed: bool = False  # all ranks have come as far as the follower's `reached`
+    wipes: list[tuple[str, list[int]]] = []  # group, blocks to be zeroed
+    calls: list[AgentCall] = []
+    step: StepOrder | None = None
+    heartbeat: bool = False  # asks for a `pong` of this number
+    stop: bool = False  # nothing comes after this frame; a step in it is skipped by every rank
+    skipped: int = 0  # with `stop`: requests that would have been computed next
+
+
+class FollowerReady(msgspec.Struct, omit_defaults=True):
+    """The follower can compute."""
+
+    cache_store_address: str  # host:port that its agent listens on, as seen on the bind side
+    load_seconds: float
+    read_bytes: int = 0  # of the checkpoint's files
+    transports: list[str] = []
+    captured: list[CapturedGraphs] = []
+
+
+class RankFrame(msgspec.Struct, omit_defaults=True):
+    """A follower to rank 0."""
+
+    hello: int = 0  # the follower's process id, in its first frame
+    protocol_version: int = PROTOCOL_VERSION
+    reached: str = ""  # it waits here for the others
+    ready: FollowerReady | None = None
+    events: list[RankEvent] = []
+    observations: list[Observation] = []
+    stats: RankStats | None = None
+    pong: int = 0  # the heartbeat that it answers
+    failed: EngineError | None = None  # it cannot go on, and leaves
