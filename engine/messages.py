@@ -260,6 +260,7 @@ class KvGroupInfo(msgspec.Struct, frozen=True):
     head_dim: int
     block_size: int  # tokens
     dtype: str  # float32, bfloat16, float16
+    total_kv_heads: int = 0  # of the whole model, over all ranks; 0: num_kv_heads are all
 
 
 class CapturedGraphs(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -269,6 +270,17 @@ class CapturedGraphs(msgspec.Struct, frozen=True, omit_defaults=True):
     count: int
     capture_seconds: list[float] = []  # of each graph, warm-up and test replay included
     memory_bytes: int = 0  # of the device, for all of them
+
+
+class RankFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank of an engine that can serve."""
+
+    rank: int
+    pid: int
+    cache_store_address: str  # as in EngineReady
+    load_seconds: float
+    read_bytes: int = 0  # of the checkpoint's files
+    captured: list[CapturedGraphs] = []
 
 
 class EngineReady(msgspec.Struct, omit_defaults=True):
@@ -295,6 +307,12 @@ class EngineReady(msgspec.Struct, omit_defaults=True):
     captured: list[CapturedGraphs] = []
     embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
     grammars: bool = False  # whether it can keep to grammars
+    ranks: list[RankFacts] = []  # every one of them, in order
+
+    @property
+    def cache_store_addresses(self) -> list[str]:
+        """Of all ranks, in order."""
+        return [rank.cache_store_address for rank in self.ranks] or [self.cache_store_address]
 
 
 class EngineFailed(msgspec.Struct):

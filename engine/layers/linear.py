@@ -35,17 +35,25 @@ _PACKED_FOR_ROWS = 512
 _BFLOAT16_STEP = 2.0**-7
 
 
-class Linear(Protocol):
+class Addend(Protocol):
+    """What a residual stream can add."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += x W^T + b. residual: float32 [tokens, out], contiguous."""
+
+
+class Head(Protocol):
+    """What gives logits."""
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, out], for logits: ranked as if not rounded to the weight's dtype, where that can be had."""
+
+
+class Linear(Addend, Head, Protocol):
     """y = x W^T + b for x of any number of rows."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, in] -> [tokens, out], in the weight's dtype."""
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """residual += x W^T + b. residual: float32 [tokens, out]."""
-
-    def exact(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, out], for logits: ranked as if not rounded to the weight's dtype, where that can be had."""
 
 
 class Gated(Protocol):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Addend
 
 
 class Norm(Protocol):
@@ -24,7 +24,7 @@ class ResidualStream(Protocol):
     def read(self, norm: Norm) -> torch.Tensor:
         """The normalised stream [tokens, hidden], in the compute dtype."""
 
-    def add(self, linear: Linear, x: torch.Tensor) -> None:
+    def add(self, linear: Addend, x: torch.Tensor) -> None:
         """stream += linear(x). x: [tokens, in]."""
 
     def hidden(self) -> torch.Tensor:
@@ -39,7 +39,7 @@ class HostStream:
     def read(self, norm: Norm) -> torch.Tensor:
         return norm(self.residual)
 
-    def add(self, linear: Linear, x: torch.Tensor) -> None:
+    def add(self, linear: Addend, x: torch.Tensor) -> None:
         linear.add_to(self.residual, x)
 
     def hidden(self) -> torch.Tensor:

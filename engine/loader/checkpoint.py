@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from engine.loader.errors import ModelLoadError
 from engine.loader.upload import Upload
 from engine.models.config import read_json
+from engine.parallel.shards import Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,8 +24,11 @@ INDEX_FILE = "model.safetensors.index.json"
 class WeightSource(Protocol):
     """Gives the tensors of a checkpoint by name."""
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy tensor `name` into `out`, converting its dtype; ModelLoadError if missing or misshapen."""
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None, dim: int = 0) -> None:
+        """Copy tensor `name` into `out`, converting its dtype; ModelLoadError if missing or misshapen.
+
+        part: what `out` is of the tensor along dimension `dim` (0 or 1); None: all of it.
+        """
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -84,15 +88,20 @@ class SafetensorsCheckpoint:
         self._place.clear()
         self._stack.close()
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None, dim: int = 0) -> None:
+        """Reads no more of the file than it copies, but for the pages around it."""
+        expected = full_shape(out, part, dim)
         place = self._place.get(name)
         if place is None:
-            raise ModelLoadError(f"{self.folder}: tensor {name!r} of shape {list(out.shape)} is in none of its files")
+            raise ModelLoadError(f"{self.folder}: tensor {name!r} of shape {expected} is in none of its files")
         file, handle = place
-        found = handle.get_slice(name).get_shape()
-        if list(found) != list(out.shape):
-            raise ModelLoadError(f"{file}: tensor {name!r} has shape {list(found)}, expected {list(out.shape)}")
-        tensor = handle.get_tensor(name)
+        view = handle.get_slice(name)
+        if list(view.get_shape()) != expected:
+            raise ModelLoadError(f"{file}: tensor {name!r} has shape {list(view.get_shape())}, expected {expected}")
+        if part is None:
+            tensor = handle.get_tensor(name)
+        else:
+            tensor = view[part.start : part.stop] if dim == 0 else view[:, part.start : part.stop]
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{file}: tensor {name!r} has dtype {tensor.dtype}, expected a floating-point one")
         if self._upload is None:
@@ -109,17 +118,32 @@ class DummyCheckpoint:
     They are made where they are wanted. A CPU and a GPU make different numbers.
     """
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, part: Part | None = None, dim: int = 0) -> None:
+        """A part is cut out of the whole tensor, which is made for the time of the call: it holds the numbers that all
+        other ranks see in their place."""
         if name.endswith("norm.weight"):
             out.fill_(1.0)
             return
+        shape = full_shape(out, part, dim)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator(out.device).manual_seed(seed)
-        if out.device.type != "cpu":
-            out.normal_(std=_dummy_std(out.shape), generator=generator)
+        if out.device.type != "cpu" and part is None:
+            out.normal_(std=_dummy_std(shape), generator=generator)
             return
-        values = torch.empty(out.shape, dtype=torch.float32)
-        out.copy_(values.normal_(std=_dummy_std(out.shape), generator=generator))
+        dtype = torch.float32 if out.device.type == "cpu" else out.dtype
+        values = torch.empty(shape, dtype=dtype, device=out.device)
+        values.normal_(std=_dummy_std(shape), generator=generator)
+        out.copy_(values if part is None else values.narrow(dim, part.start, part.count))
+
+
+def full_shape(out: torch.Tensor, part: Part | None, dim: int) -> list[int]:
+    """Shape of the tensor of which `out` is `part` along `dim`."""
+    shape = list(out.shape)
+    if part is not None:
+        if shape[dim] != part.count:
+            raise ValueError(f"{shape} is not the part [{part.start}, {part.stop}) along dimension {dim}")
+        shape[dim] = part.total
+    return shape
 
 
 def _dummy_std(shape: Sequence[int]) -> float:

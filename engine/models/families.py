@@ -13,6 +13,8 @@ from engine.loader.fused import WeightLoader
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaModel
 from engine.models.qwen3 import Qwen3Model
+from engine.parallel.communicator import Communicator, single
+from engine.parallel.shards import shard_of
 from engine.progress import Progress
 from kernels.cpu.memory import release_freed
 
@@ -26,26 +28,34 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def load_model(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, load_format: str, maker: LayerMaker | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    load_format: str,
+    maker: LayerMaker | None = None,
+    communicator: Communicator | None = None,
 ) -> LlamaModel:
     """Build the family's model with weights from the folder, or random ones for `dummy`.
 
-    maker: the layers it is built of; the host's by default. Raises ModelLoadError naming the file and tensor at fault.
+    maker: the layers it is built of; the host's by default. communicator: between the ranks that share the model, of
+    which this one reads its own part. Raises ModelLoadError naming the file and tensor at fault.
     """
+    communicator = communicator or single()
+    shard = shard_of(config, communicator.rank, communicator.size)
     if load_format not in LOAD_FORMATS:
         raise ModelLoadError(f"--load-format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     family = MODELS[config.family]
     maker = maker or HostMaker(dtype)
     if load_format == "dummy":
-        model = family(config, WeightLoader(DummyCheckpoint(), dtype, maker))
+        model = family(config, WeightLoader(DummyCheckpoint(), dtype, shard, maker, communicator))
     else:
         progress = Progress("reading weights", 0, "GB")
         with (
             SafetensorsCheckpoint(folder, maker.device, lambda read: progress.update(read / 1e9)) as checkpoint,
             progress,
         ):
-            progress.total = checkpoint.total_bytes / 1e9
-            model = family(config, WeightLoader(checkpoint, dtype, maker))
+            progress.total = checkpoint.total_bytes / shard.size / 1e9
+            model = family(config, WeightLoader(checkpoint, dtype, shard, maker, communicator))
     if maker.device.type == "cpu":
         release_freed()
     return model

@@ -17,15 +17,15 @@ class LlamaAttention:
     def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str, layer: int, rotary: Angles) -> None:
         self.layer = layer
         self.window = config.windows[layer]
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        queries, keys = (part.times(config.head_dim) for part in (load.shard.heads, load.shard.kv_heads))
         self.qkv = load.linear(
             [f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"],
             config.hidden_size,
-            [q_size, kv_size, kv_size],
+            [queries, keys, keys],
             config.qkv_bias,
         )
         self.heads = load.heads(config, rotary, *self.head_norms(config, load, prefix))
-        self.o = load.linear([f"{prefix}.o_proj"], q_size, [config.hidden_size], config.o_bias)
+        self.o = load.summed(f"{prefix}.o_proj", queries, config.hidden_size, config.o_bias)
 
     def head_norms(self, config: ModelConfig, load: WeightLoader, prefix: str) -> tuple[Norm | None, Norm | None]:
         """Norms of every query head and every key head before they are rotated."""
@@ -43,9 +43,9 @@ class LlamaMlp:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, load: WeightLoader, prefix: str) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, load.shard.inner
         self.gate_up = load.gated(f"{prefix}.gate_proj", f"{prefix}.up_proj", hidden, inner, config.mlp_bias)
-        self.down = load.linear([f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
+        self.down = load.summed(f"{prefix}.down_proj", inner, hidden, config.mlp_bias)
 
     def __call__(self, stream: ResidualStream, x: torch.Tensor) -> None:
         stream.add(self.down, self.gate_up(x))
@@ -79,7 +79,7 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, load: WeightLoader) -> None:
         self.config = config
         self.rotary = load.rotary(config)
-        self.embedding = load.embedding("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.embedding = load.embedding("model.embed_tokens.weight", config.hidden_size)
         self.layers = [
             self.layer_class(config, load, f"model.layers.{layer}", layer, self.rotary)
             for layer in range(config.num_layers)
@@ -96,5 +96,8 @@ class LlamaModel:
         return stream
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: float32 [n, hidden], rows of what `forward` leaves in the stream -> float32 logits [n, vocab]."""
+        """hidden: float32 [n, hidden], rows of what `forward` leaves in the stream -> float32 logits [n, vocab].
+
+        With several ranks, all call it, and the logits are there on rank 0; elsewhere it returns [0, vocab].
+        """
         return self.head.exact(self.norm(hidden))

@@ -1,9 +1,14 @@
-"""One rank's model, its KV pool, and the step that runs a batch through them."""
+"""One rank's model, its KV pool, and the step that runs a batch through them.
+
+With several ranks, rank 0 executes a step and the others follow it: all run the same forward, each over its own part,
+and the sums and gathers in it bind them together. Which ones there are depends on the batch alone, never on what a rank
+finds in its numbers. Rank 0 samples.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +22,19 @@ from engine.layers.maker import HostMaker, LayerMaker
 from engine.layers.override import Override, override_of
 from engine.loader.fingerprint import model_fingerprint
 from engine.memory import DeviceMemory
-from engine.messages import CapturedGraphs, KvGroupInfo, PromptLogprob
+from engine.messages import CapturedGraphs, KvGroupInfo, PromptLogprob, SamplingParams
 from engine.models.config import load_config, resolve_dtype
 from engine.models.families import load_model
 from engine.models.step import ForwardStep
+from engine.parallel.communicator import Communicator, single
+from engine.parallel.shards import shard_of
 from engine.runner.batch import BatchRow, PrefillReplay, RowResult, StepBatch, StepResult
 from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.graph_session import CaptureSession
 from engine.runner.inputs import StepInputs, build_inputs, check_batch
+from engine.runner.position_ids import position_ids_of
 from engine.runner.prefill_graph.decision import Decision
-from engine.sampling import prompt_logprobs, sample
+from engine.sampling import SamplingRow, prompt_logprobs, sample
 from kernels.cpu import library
 from kernels.cpu.memory import huge_zeros
 from rpc.errors import BatonError, ErrorCode
@@ -42,6 +50,8 @@ if TYPE_CHECKING:
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
 _PROMPT_LOGPROB_ROWS = 64  # logits made at a time for prompt log-probabilities, to bound their memory
+# Stands in the rows of a rank that follows, where rank 0 has what it samples by
+_ELSEWHERE = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, (), (), ())
 
 
 class ModelRunner:
@@ -61,12 +71,15 @@ class ModelRunner:
         device: str = "cpu",
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        communicator: Communicator | None = None,
     ) -> None:
         """dtype: auto, float32, bfloat16. block_size: tokens; 0: 64 on CUDA, 16 on the CPU. load_format: auto,
         safetensors, dummy. device: auto, cpu, cuda. max_num_seqs, max_num_batched_tokens: rows and tokens of the
-        largest step, for which a device's buffers are made.
+        largest step, for which a device's buffers are made. communicator: to the other ranks of the model, which are
+        made with the same arguments; it is its maker's to close.
         """
         folder = Path(model_folder)
+        self.communicator = communicator = communicator or single()
         self.device = resolve_device(device)
         self._free_at_start = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         library.set_threads(torch.get_num_threads())
@@ -74,22 +87,25 @@ class ModelRunner:
         self.dtype_name = resolve_dtype(dtype, self.config)
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.block_size = block_size = block_size or (64 if self.device.type == "cuda" else 16)
+        self.shard = shard_of(self.config, communicator.rank, communicator.size)
+        own = self.shard.local(self.config)  # with the heads of this rank
         max_blocks = -(-self.config.max_model_len // block_size)
         self.limits = BatchLimits(max_num_seqs, max_num_batched_tokens, max_blocks)
         self.backend = select_backend(
-            attention_backend, self.config, block_size, self.dtype, device=self.device, limits=self.limits
+            attention_backend, own, block_size, self.dtype, device=self.device, limits=self.limits
         )
         self.model_fingerprint = model_fingerprint(folder, load_format, self.device.type)
         with torch.inference_mode():
-            self.model = load_model(folder, self.config, self.dtype, load_format, self._maker())
+            self.model = load_model(folder, self.config, self.dtype, load_format, self._maker(), communicator)
         self.groups = [
             KvGroupInfo(
                 tag=FULL_GROUP,
                 num_layers=self.config.num_layers,
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
+                num_kv_heads=own.num_kv_heads,
+                head_dim=own.head_dim,
                 block_size=block_size,
                 dtype=self.dtype_name,
+                total_kv_heads=self.config.num_kv_heads,
             )
         ]
         self.kv_layers: dict[str, list[torch.Tensor]] = {FULL_GROUP: []}
@@ -120,28 +136,33 @@ class ModelRunner:
         return self.config.hidden_size if self.model.takes_embeddings else 0
 
     def kv_bytes_per_block(self) -> int:
-        """Bytes of one block over all layers of all groups."""
+        """Bytes of one block over all layers of all groups, on this rank."""
         elements = sum(g.num_layers * 2 * g.num_kv_heads * g.block_size * g.head_dim for g in self.groups)
         return elements * self.dtype.itemsize
 
     def init_kv(self, num_blocks: int) -> None:
         """Allocate the pool, zeroed: per layer [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
-        Block 0 is reserved: padding may point to it, a request never does.
+        Every rank has as many blocks, and in each this rank's heads of the same tokens (`agreed_blocks`). Block 0 is
+        reserved: padding may point to it, a request never does.
         """
         if num_blocks < 2:
             raise ValueError(f"a KV pool needs at least 2 blocks, one of them reserved; got {num_blocks}")
-        config = self.config
-        shape = (num_blocks, 2, config.num_kv_heads, self.block_size, config.head_dim)
+        group = self.groups[0]
+        shape = (num_blocks, 2, group.num_kv_heads, group.block_size, group.head_dim)
         on_host = self.device.type == "cpu"
         self.kv_layers[FULL_GROUP] = [
             huge_zeros(shape, self.dtype) if on_host else torch.zeros(shape, dtype=self.dtype, device=self.device)
-            for _ in range(config.num_layers)
+            for _ in range(group.num_layers)
         ]
         self._bound = [self.backend.bind(pool) for pool in self.kv_layers[FULL_GROUP]]
         self.num_blocks = num_blocks
         if self.backend.capabilities.device_rows:
             self.device_steps = self._make_device_steps()
+
+    def agreed_blocks(self, num_blocks: int) -> int:
+        """What every rank has room for, when this one has room for `num_blocks`. Called by all of them."""
+        return self.communicator.all_min(num_blocks)
 
     @torch.inference_mode()
     def measure_device(self) -> DeviceMemory:
@@ -192,6 +213,7 @@ class ModelRunner:
         """Compiles what steps on a device need, before the first request does."""
         if self.device_steps is not None:
             self.wipe(FULL_GROUP, self.device_steps.warm_up())
+            self.communicator.wait_device()
 
     def set_prefill_status(self, init: Decision) -> None:
         """What is told about every prompt while there are no prefill graphs."""
@@ -247,6 +269,10 @@ class ModelRunner:
         as its writing has been enqueued on the current stream.
         A row whose numbers are not finite has a `failure` in its result; the others are not concerned. Raises
         ValueError for a batch that points outside its blocks; the pool is then untouched.
+
+        With several ranks, rank 0 executes, and every other one follows the same batch. `check` has to come before the
+        others are told of the step, and what `failed_blocks` says of the results has to be wiped on them; whatever this
+        raises leaves the ranks out of step, and CollectiveFailed says that another one is gone.
         """
         begin = time.perf_counter()
         self.session.require_clean()
@@ -285,10 +311,46 @@ class ModelRunner:
             decode_status=self.decode_init.value,
         )
 
+    def check(self, batch: StepBatch) -> None:
+        """Raises ValueError for a batch that `execute` would refuse."""
+        check_batch(batch, self.block_size, self.num_blocks)
+        position_ids_of(batch.rows, self.config.rope.axes)
+
+    @torch.inference_mode()
+    def follow(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> None:
+        """This rank's part of a step that rank 0 executes; every rank but the first. Nothing is sampled here.
+
+        batch: as rank 0 has it, but for `sampling`, which nobody reads here. on_layer: see `execute`. Returns when the
+        step is done. Raises CollectiveFailed when another rank is gone.
+        """
+        self.session.require_clean()
+        for row in batch.rows:
+            row.sampling = _ELSEWHERE if row.sample else None
+        if self.device_steps is not None:
+            hidden, first_token = self.device_steps.follow(batch, self._layer_hook(on_layer))
+        else:
+            inputs = build_inputs(batch, self.device, self.config.rope.axes)
+            hidden, first_token = self.forward(batch, inputs, on_layer), inputs.first_token
+            if inputs.sampled_rows:
+                last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+                self.model.logits(last)
+        for row, first in zip(batch.rows, first_token, strict=True):
+            if row.prompt_logprobs_from >= 0:
+                assert hidden is not None  # a decode graph takes no such rows
+                for _ in self._prompt_logits(row, hidden[first : first + len(row.token_ids)]):
+                    pass  # rank 0 has them
+        self.communicator.wait_device()
+
+    @staticmethod
+    def _layer_hook(on_layer: Callable[[str, int], None] | None) -> Callable[[int], None] | None:
+        return None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer)
+
     def _execute_on_device(
         self, steps: DeviceSteps, batch: StepBatch, on_layer: Callable[[str, int], None] | None, begin: float
     ) -> StepResult:
-        launched = steps.launch(batch, None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer))
+        launched = steps.launch(batch, self._layer_hook(on_layer))
+        if self.communicator.size > 1:
+            self.communicator.wait_device()
         results = steps.finish(batch, launched)
         forwarded = time.perf_counter()
         self._wipe_failed(batch, results)
@@ -309,21 +371,31 @@ class ModelRunner:
         )
 
     def _wipe_failed(self, batch: StepBatch, results: Sequence[RowResult]) -> None:
-        """What a failed row wrote may hold NaN."""
-        for row, result in zip(batch.rows, results, strict=True):
-            if result.failure is not None:
-                end = row.start + len(row.token_ids)
-                written = row.block_table[row.start // self.block_size : -(-end // self.block_size)]
-                self.wipe(FULL_GROUP, written)
+        for group, blocks in self.failed_blocks(batch, results):
+            self.wipe(group, blocks)
+
+    def failed_blocks(self, batch: StepBatch, results: Sequence[RowResult]) -> list[tuple[str, list[int]]]:
+        """What failed rows wrote, which may hold NaN: group tags and blocks. `execute` has wiped them on its rank."""
+        size = self.block_size
+        return [
+            (FULL_GROUP, row.block_table[row.start // size : -(-(row.start + len(row.token_ids)) // size)])
+            for row, result in zip(batch.rows, results, strict=True)
+            if result.failure is not None
+        ]
 
     def _add_prompt_logprobs(
         self, batch: StepBatch, first_token: Sequence[int], hidden: torch.Tensor, results: Sequence[RowResult]
     ) -> None:
         """hidden: [tokens, hidden] of the batch."""
         for row, result, first in zip(batch.rows, results, first_token, strict=True):
-            if row.prompt_logprobs_from >= 0 and result.failure is None:
-                own = hidden[first : first + len(row.token_ids)]
+            if row.prompt_logprobs_from < 0:
+                continue
+            own = hidden[first : first + len(row.token_ids)]
+            if result.failure is None:
                 result.prompt_logprobs = self._prompt_logprobs(row, own)
+            elif self.communicator.size > 1:
+                for _ in self._prompt_logits(row, own):
+                    pass  # the other ranks do not know of the failure, and take part
 
     def forward(
         self, batch: StepBatch, inputs: StepInputs, on_layer: Callable[[str, int], None] | None = None
@@ -338,7 +410,7 @@ class ModelRunner:
             cos=cos,
             sin=sin,
             slots=None,
-            on_layer=None if on_layer is None else lambda layer: on_layer(FULL_GROUP, layer),
+            on_layer=self._layer_hook(on_layer),
             override=self._override(batch, inputs) if any(row.embeddings for row in batch.rows) else None,
         )
         return self.model.forward(inputs.token_ids, step).hidden()
@@ -378,11 +450,18 @@ class ModelRunner:
 
     def _prompt_logprobs(self, row: BatchRow, hidden: torch.Tensor) -> list[PromptLogprob]:
         """Log-probabilities of the prompt tokens after this row's. hidden: [tokens of the row, hidden]."""
-        next_ids = list(row.prompt_next_ids[: len(row.token_ids)])
-        skip = max(0, row.prompt_logprobs_from - (row.start + 1))
         found: list[PromptLogprob] = []
-        for begin in range(skip, len(next_ids), _PROMPT_LOGPROB_ROWS):
-            end = min(begin + _PROMPT_LOGPROB_ROWS, len(next_ids))
-            logits = self.model.logits(hidden[begin:end])
-            found += prompt_logprobs(logits, next_ids[begin:end], row.start + 1 + begin, row.num_prompt_logprobs)
+        for begin, logits in self._prompt_logits(row, hidden):
+            next_ids = list(row.prompt_next_ids[begin : begin + len(logits)])
+            found += prompt_logprobs(logits, next_ids, row.start + 1 + begin, row.num_prompt_logprobs)
         return found
+
+    def _prompt_logits(self, row: BatchRow, hidden: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Logits of the row's tokens whose next one's log-probability is wanted, some at a time: index of the first,
+        float32 [some, vocab]. How many times depends on the row alone. hidden: [tokens of the row, hidden]."""
+        last = min(len(row.prompt_next_ids), len(row.token_ids))
+        for begin in range(max(0, row.prompt_logprobs_from - (row.start + 1)), last, _PROMPT_LOGPROB_ROWS):
+            logits = self.model.logits(hidden[begin : min(begin + _PROMPT_LOGPROB_ROWS, last)])
+            if self.communicator.size > 1:
+                self.communicator.wait_device()
+            yield begin, logits
