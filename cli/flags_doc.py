@@ -33,6 +33,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Engine": (
         *("dtype", "load_format", "device", "attention_backend", "tensor_parallel_size", "threads", "max_model_len"),
+        "tp_broadcast_timeout_seconds",
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "gpu_memory_utilization"),
         *("enable_cuda_graph", "enforce_eager", "decode_capture_config", "cuda_graph_debug"),
         *("enable_prefill_cuda_graph", "prefill_cuda_graph_max_requests", "prefill_cuda_graph_capture_config"),
@@ -58,7 +59,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("grammar_backend", "grammar_queue_timeout_seconds", "grammar_compile_timeout_seconds"),
         *("grammar_memory_mb", "grammar_result_cache", "tool_call_parser"),
     ),
-    "Choice of servers": ("policy", "prefill_policy", "decode_policy", "disagg_min_prompt_tokens", "allow_pins"),
+    "Choice of servers": (
+        *("policy", "prefill_policy", "decode_policy", "cache_threshold", "balance_abs_threshold"),
+        *("balance_rel_threshold", "prefix_index_entries", "disagg_min_prompt_tokens", "allow_pins"),
+    ),
     "Retry and migration": (
         *("retry_max_retries", "retry_initial_backoff_ms", "retry_max_backoff_ms", "retry_backoff_multiplier"),
         *("retry_jitter_factor", "retry_budget_ratio", "migration_limit"),

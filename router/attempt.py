@@ -268,12 +268,22 @@ class Attempt:
         else:
             message.kv_source.CopyFrom(wire.kv_source(self.choice.prefill))
         self._tried_decodes.add(worker)
-        self._decode = DecodeLeg(message, worker, self.key, **self._common("decode", worker))
+        common = self._common("decode", worker)
+        alone = self.choice.prefill is None
+        self._decode = DecodeLeg(
+            message,
+            worker,
+            self.key,
+            queued=self.choice.uncached_tokens if alone else 0,
+            context=self.choice.prompt_tokens,
+            **common,
+        )
 
     def _open_prefill(self, worker: Worker) -> None:
         hold_kv = self.choice.decode is not None
         message = prefill_pb2.PrefillRequest(input=self._input(worker), hold_kv=hold_kv)
-        self._prefill = PrefillLeg(message, worker, self.key, **self._common("prefill", worker))
+        common = self._common("prefill", worker)
+        self._prefill = PrefillLeg(message, worker, self.key, queued=self.choice.uncached_tokens, **common)
 
     def _common(self, role: Role, worker: Worker) -> dict[str, Any]:
         """What both legs get."""
@@ -426,7 +436,9 @@ class Attempt:
             self._out.append(self._early_end)
             return
         if error.code is ErrorCode.DECODE_MALLOC_FAILED and prefill is not None and not leg.reserved:
-            other = self._context.chooser.another_decode(prefill.worker, self._request, self._tried_decodes)
+            other = self._context.chooser.another_decode(
+                prefill.worker, self._request, self._tried_decodes, len(self._emitted)
+            )
             if other is not None and self._may_redirect(error):
                 self._open_decode(other)
                 self._on_redirect(other)
@@ -476,9 +488,13 @@ class Attempt:
     def _summarize(self, result: common_pb2.PrefillResult, tokens: Iterable[common_pb2.TokenOutput]) -> None:
         self._summarized = True
         self._first_token_at = self._context.clock()
+        if self.choice.prefill is None and self._decode is not None:
+            self._decode.computed()
+        # After a fail-over tokens of the answer are part of what is computed, and may be cached as well.
+        cached = min(result.cached_tokens, len(self._request.prompt_token_ids))
+        self._context.chooser.computed(self.choice, cached)
         summary = PrefillSummary(
-            # After a fail-over tokens of the answer are part of what is computed, and may be cached as well.
-            cached_tokens=min(result.cached_tokens, len(self._request.prompt_token_ids)),
+            cached_tokens=cached,
             prefill_cuda_graph_status=status_from_wire(result.prefill_cuda_graph_status),
             path=self.choice.path,
             prompt_logprobs=to_prompt_logprobs(result.prompt_logprobs),

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from router.pairing import Role, pair_error
-from router.policies import Policy, make_policy
+from router.policies import Policy, Tuning, make_policy
+from router.prefix.index import INDEX_ENTRIES, PrefixIndex
+from router.prefix.prompt import Prompt
 from router.registry import WorkerRegistry
 from router.requests import Path, RouterRequest
 from router.worker import Worker
@@ -25,11 +27,22 @@ RETRY_AFTER_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Servers of one attempt. `prefill` alone: it computes the only token; `decode` alone: it does
-    everything."""
+    everything.
+
+    `predicted_tokens` of the prompt are expected in the prefix cache of the server that computes it; None where the
+    policy has not looked.
+    """
 
     decision: Decision
     prefill: Worker | None
     decode: Worker | None
+    prompt_tokens: int = 0
+    predicted_tokens: int | None = None
+
+    @property
+    def uncached_tokens(self) -> int:
+        """What the server that computes the prompt is expected to compute."""
+        return self.prompt_tokens - (self.predicted_tokens or 0)
 
     @property
     def path(self) -> Path:
@@ -37,7 +50,10 @@ class Choice:
 
 
 class Chooser:
-    """Applies the pins, the pairing and the policy of each role to the registered servers."""
+    """Applies the pins, the pairing and the policy of each role to the registered servers.
+
+    `index` is None when no policy looks at what is cached; else somebody has to feed it (router/prefix/feed.py).
+    """
 
     def __init__(
         self,
@@ -48,6 +64,8 @@ class Chooser:
         decode_policy: str = "round_robin",
         disagg_min_prompt_tokens: int = 0,
         allow_pins: bool = False,
+        tuning: Tuning | None = None,
+        index_entries: int = INDEX_ENTRIES,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -57,9 +75,12 @@ class Chooser:
         self._decisions = metrics.counters("baton_router_decisions_total", "role", "policy", "result")
         self._decision_seconds = metrics.histograms("baton_router_decision_seconds", "role", "policy")
         self._policies: dict[Role, Policy] = {
-            "prefill": make_policy(prefill_policy, rng),
-            "decode": make_policy(decode_policy, rng),
+            "prefill": make_policy(prefill_policy, rng, tuning),
+            "decode": make_policy(decode_policy, rng, tuning, generates=True),
         }
+        self._prefix_tokens = metrics.counters("baton_router_prefix_tokens_total", "kind")
+        self.index_roles = [role for role, policy in self._policies.items() if policy.uses_index]
+        self.index: PrefixIndex[Worker] | None = PrefixIndex(index_entries) if self.index_roles else None
         self._disagg_min_prompt_tokens = disagg_min_prompt_tokens
         self._allow_pins = allow_pins
         self._clock = clock
@@ -75,30 +96,50 @@ class Chooser:
         prefills, decodes = self._ready("prefill", pins), self._ready("decode", pins)
         alone = [d for d in decodes if d.facts is not None and d.facts.allows_local_prefill]
         prompt_tokens = len(request.prompt_token_ids) + emitted
+        prompt = Prompt(request, prompt_tokens, self.index)
+
+        def by(decision: Decision, role: Role, candidates: Sequence[Worker]) -> Choice:
+            """One server for all of it."""
+            worker, predicted = self._pick(role, candidates, avoid, pins, prompt)
+            prefill, decode = (worker, None) if role == "prefill" else (None, worker)
+            return Choice(decision, prefill, decode, prompt_tokens, predicted)
+
         if request.single_server is not None:
             if alone and not pins.get("prefill"):
-                return Choice(request.single_server, None, self._pick("decode", alone, avoid, pins))
+                return by(request.single_server, "decode", alone)
         elif request.sampling.max_tokens - emitted == 1:
             if prefills and not (pins.get("decode") and not pins.get("prefill")):
-                return Choice("single_token", self._pick("prefill", prefills, avoid, pins), None)
+                return by("single_token", "prefill", prefills)
             if alone and not pins.get("prefill"):
-                return Choice("single_token", None, self._pick("decode", alone, avoid, pins))
+                return by("single_token", "decode", alone)
         elif prompt_tokens < self._disagg_min_prompt_tokens and alone and not pins.get("prefill"):
-            return Choice("short_prompt", None, self._pick("decode", alone, avoid, pins))
+            return by("short_prompt", "decode", alone)
         paired = [d for d in decodes if any(self._fit(p, d) for p in prefills)]
         if paired:
-            decode = self._pick("decode", paired, avoid, pins)
+            decode, _ = self._pick("decode", paired, avoid, pins, prompt, computes=False)
             partners = [p for p in prefills if self._fit(p, decode)]
-            return Choice("pd", self._pick("prefill", partners, avoid, pins), decode)
+            prefill, predicted = self._pick("prefill", partners, avoid, pins, prompt)
+            return Choice("pd", prefill, decode, prompt_tokens, predicted)
         if alone and not pins.get("prefill"):
-            return Choice("no_pair", None, self._pick("decode", alone, avoid, pins))
+            return by("no_pair", "decode", alone)
         raise self._none(prefills, decodes)
 
-    def another_decode(self, prefill: Worker, request: RouterRequest, avoid: Collection[Worker]) -> Worker | None:
+    def another_decode(
+        self, prefill: Worker, request: RouterRequest, avoid: Collection[Worker], emitted: int = 0
+    ) -> Worker | None:
         """A decode server other than those of `avoid` for a prompt that `prefill` computes already."""
         pins = self._pins(request)
         fitting = [d for d in self._ready("decode", pins) if d not in avoid and self._fit(prefill, d)]
-        return self._pick("decode", fitting, (), pins) if fitting else None
+        if not fitting:
+            return None
+        prompt = Prompt(request, len(request.prompt_token_ids) + emitted, self.index)
+        return self._pick("decode", fitting, (), pins, prompt, computes=False)[0]
+
+    def computed(self, choice: Choice, cached_tokens: int) -> None:
+        """The server that was chosen to compute the prompt had this much of it in its prefix cache."""
+        if choice.predicted_tokens is not None:
+            self._prefix_tokens["predicted",].inc(choice.predicted_tokens)
+            self._prefix_tokens["actual",].inc(cached_tokens)
 
     def ready(self) -> tuple[bool, list[str]]:
         """Whether some request can be served now, and if not, why."""
@@ -143,8 +184,19 @@ class Chooser:
         ]
 
     def _pick(
-        self, role: Role, candidates: Sequence[Worker], avoid: Collection[Worker], pins: dict[Role, str]
-    ) -> Worker:
+        self,
+        role: Role,
+        candidates: Sequence[Worker],
+        avoid: Collection[Worker],
+        pins: dict[Role, str],
+        prompt: Prompt,
+        *,
+        computes: bool = True,
+    ) -> tuple[Worker, int | None]:
+        """The chosen server, and how much of the prompt it is expected to have cached; None where that is not known.
+
+        `computes`: the server is to compute the prompt.
+        """
         began = self._clock()
         policy = self._policies[role]
         result: Result = "pinned" if role in pins else "chosen"
@@ -154,10 +206,18 @@ class Chooser:
             usable = [w for w in candidates if w.breaker.passes()] or list(candidates)
             if role not in pins:
                 result = "fallback"
-        worker = usable[policy.choose(usable)]
+        prompt.computes = computes
+        pick = policy.choose(usable, prompt)
+        worker = usable[pick.index]
+        if pick.fallback and role not in pins:
+            result = "fallback"
+        predicted = None
+        if policy.uses_index:
+            predicted = prompt.cached_tokens((worker,))[0] if computes else None
+            prompt.given_to(worker)
         self._decision_seconds[role, policy.name].observe(self._clock() - began)
         self._decisions[role, policy.name, result].inc()
-        return worker
+        return worker, predicted
 
     def _none(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> BatonError:
         for prefill in prefills or self._incompatible("prefill"):

@@ -15,7 +15,7 @@ from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
 from router.grammar.keys import AskedGrammar, grammar_of, wrong
 from router.open_requests import OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
-from router.validation import SINGLE_SERVER_KEY, GenerationParams, RequestValidator
+from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id, valid_request_id
 from rpc.input_embeddings import InputEmbedding
@@ -88,10 +88,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             with in_stage(owner.clock, owner.stop_check):
                 params = generation_params(request, streamed)
                 params.traceparent, params.tracestate = owner.traceparent, owner.tracestate
-                params.single_server = any(
-                    key == SINGLE_SERVER_KEY and isinstance(value, str) and asks(value)
-                    for key, value in context.invocation_metadata() or ()
-                )
+                for key, value in context.invocation_metadata() or ():
+                    if key == SINGLE_SERVER_KEY and isinstance(value, str):
+                        params.single_server = params.single_server or asks(value)
+                    elif key == SESSION_KEY:
+                        params.session_id = value if isinstance(value, str) else value.decode("utf-8", "replace")
                 owner.model = self._services.validator.check(params)
             with in_stage(owner.clock, owner.stop_check):
                 prepared = await self._services.validator.prepare(params, owner)

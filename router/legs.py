@@ -153,7 +153,10 @@ class Leg:
         metadata: RpcMetadata,
         clock: Callable[[], float] = time.monotonic,
         span: CallSpan | None = None,
+        queued: int = 0,
+        context: int = 0,
     ) -> None:
+        """queued, context: tokens to compute there, and of the prompt that is generated after there."""
         self.worker = worker
         self.key = key
         self._span = span
@@ -177,7 +180,7 @@ class Leg:
             enter_stage(self.clock)
         # What the server told about its own stages when it failed, if the client asked for that.
         self.told_seconds: dict[str, float] = {}
-        self._guard = worker.enter()
+        self._guard = worker.enter(queued, context)
         self.worker.breaker.begin()
         try:
             self._connection = pool.connection(worker.address)
@@ -252,6 +255,10 @@ class Leg:
             breaker.failure()
         else:
             breaker.neutral()
+
+    def computed(self) -> None:
+        """The prompt is computed. May be called again."""
+        self._guard.computed()
 
     def close(self) -> None:
         """Gives the call up at once, if it has not ended. Idempotent."""

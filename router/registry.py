@@ -77,8 +77,9 @@ class _EngineChanged(Exception):
 class WorkerRegistry:
     """All registered servers; an async context manager, within which they are watched.
 
-    `on_lost(worker)` runs when a server that was connected no longer answers, `on_change()` when any state
-    may have changed. Belongs to one event loop. Methods without `async` never block.
+    `on_lost(worker)` runs when a server that was connected no longer answers, `on_added(worker)` and
+    `on_removed(worker)` after it has become a member, or is none any more. Belongs to one event loop. Methods without
+    `async` never block.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class WorkerRegistry:
         self._fits: dict[tuple[Worker, Worker], tuple[Difference, ...]] = {}
         self._changed = asyncio.Event()
         self.on_lost: list[Callable[[Worker], None]] = []
+        self.on_added: list[Callable[[Worker], None]] = []
+        self.on_removed: list[Callable[[Worker], None]] = []
         for role in ROLES:
             self._count_states(role)
 
@@ -156,6 +159,8 @@ class WorkerRegistry:
         self._refresh()
         if self._group is not None:
             self._watch_over(worker)
+        for callback in self.on_added:
+            callback(worker)
         return worker
 
     def remove(self, role: Role, address: str) -> bool:
@@ -175,6 +180,8 @@ class WorkerRegistry:
                 self._show_inflight(other)
         self.pool.evict(address)
         self._refresh()
+        for callback in self.on_removed:
+            callback(worker)
         return True
 
     def describe(self) -> list[dict[str, Any]]:

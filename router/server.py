@@ -29,6 +29,7 @@ from router.http.services import HttpServices
 from router.open_requests import OpenRequests
 from router.orchestrator import Orchestrator, OrchestratorSettings
 from router.pairing import ROLES
+from router.prefix.feed import PrefixFeed
 from router.registry import HealthSettings, WorkerRegistry
 from router.settings import RouterSettings
 from router.text.chat_template import ChatTemplate
@@ -89,7 +90,10 @@ class RouterServer:
             decode_policy=settings.decode_policy or settings.policy,
             disagg_min_prompt_tokens=settings.disagg_min_prompt_tokens,
             allow_pins=settings.allow_pins,
+            tuning=settings.tuning,
+            index_entries=settings.prefix_index_entries,
         )
+        self.feed = PrefixFeed(self.registry, self.pool, self.metrics, self.chooser.index, self.chooser.index_roles)
         self.work = OpenWork()
         self.open_requests = OpenRequests(
             self.metrics,
@@ -222,6 +226,7 @@ class RouterServer:
     def log_dropped(self) -> None:
         """A log line had no room in its writer's queue. May be called from any thread."""
         self.metrics.inc("baton_log_dropped_total")
+        self.feed.show()
 
     def _evicted(self, address: str, state: str) -> None:
         for worker in self.registry.workers():
@@ -234,7 +239,7 @@ class RouterServer:
         """Serves until told to stop; returns the exit status."""
         self.lifecycle.install()
         try:
-            async with self.registry, self.orchestrator, self.grammars:
+            async with self.registry, self.feed, self.orchestrator, self.grammars:
                 background = [
                     asyncio.create_task(watch_loop_lag(self.metrics)),
                     asyncio.create_task(self._publish_health()),

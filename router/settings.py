@@ -10,12 +10,16 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from router.breaker import BreakerSettings
 from router.budget import Backoff
 from router.grammar.admission import GrammarSettings
+from router.policies import Tuning
+from router.prefix.index import INDEX_ENTRIES
 from router.requests import MAX_SEED
 from rpc.grammar import grammar_enabled
 from rpc.server_settings import CommonSettings, Port
 from rpc.settings import Flag
 
-PolicyName = Literal["random", "round_robin", "least_load", "least_loaded", "power_of_two"]
+PolicyName = Literal[
+    "random", "round_robin", "least_load", "least_loaded", "power_of_two", "session", "cache_aware", "cost"
+]
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -52,6 +56,21 @@ class RouterSettings(CommonSettings):
     policy: PolicyName = Field("round_robin", description="choice of servers of both roles")
     prefill_policy: PolicyName | None = Field(None, description="choice of prefill servers; default: --policy")
     decode_policy: PolicyName | None = Field(None, description="choice of decode servers; default: --policy")
+    cache_threshold: float = Field(
+        0.3, ge=0, le=1, description="cache_aware: share of a prompt that has to be cached for a server to be preferred"
+    )
+    balance_abs_threshold: int = Field(
+        64, ge=0, le=1_000_000, description="cache_aware: difference in open requests above which load may decide"
+    )
+    balance_rel_threshold: float = Field(
+        1.5, ge=1, le=1000, description="cache_aware: ratio of open requests above which load decides, if both are"
+    )
+    prefix_index_entries: int = Field(
+        INDEX_ENTRIES,
+        ge=1,
+        le=100_000_000,
+        description="cache_aware and cost: most blocks that the router remembers, of all servers together",
+    )
     disagg_min_prompt_tokens: int = Field(
         0, ge=0, le=1 << 30, description="shorter prompts are served by one server, where one allows it"
     )
@@ -156,6 +175,10 @@ class RouterSettings(CommonSettings):
     @property
     def model_folder(self) -> Path:
         return Path(self.model)
+
+    @property
+    def tuning(self) -> Tuning:
+        return Tuning(self.cache_threshold, self.balance_abs_threshold, self.balance_rel_threshold)
 
     @property
     def backoff(self) -> Backoff:

@@ -29,6 +29,7 @@ from rpc.vocabulary import TOOL_MARKERS
 
 # The header, or metadata, by which a client forbids to spread its request over two servers.
 SINGLE_SERVER_KEY = "x-baton-single-server"
+SESSION_KEY = "x-session-id"
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
 # Sequences of one request: prompts times candidates.

@@ -41,17 +41,25 @@ class Reported:
 
 
 class Guard:
-    """One request that is open on a server. `release` counts it down, once."""
+    """One request that is open on a server, with the tokens that it brings there. `release` counts it down, once."""
 
-    __slots__ = ("_worker",)
+    __slots__ = ("_context", "_queued", "_worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, queued: int, context: int) -> None:
         self._worker: Worker | None = worker
+        self._queued = queued
+        self._context = context
+
+    def computed(self) -> None:
+        """The prompt is computed; the request stays open."""
+        queued, self._queued = self._queued, 0
+        if self._worker is not None:
+            self._worker.queued_tokens -= queued
 
     def release(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.leave()
+            worker.leave(self._queued, self._context)
 
 
 class Worker:
@@ -89,6 +97,9 @@ class Worker:
         # When it was last disconnected after having been connected.
         self.lost_at = -math.inf
         self.removed = False
+        # Of this router's open requests: what is not computed yet, and the prompts after which it generates.
+        self.queued_tokens = 0
+        self.context_tokens = 0
         self._inflight = 0
         self._status_fresh_s = status_fresh_s
         self._on_inflight = on_inflight
@@ -111,13 +122,23 @@ class Worker:
             return self._inflight
         return self._inflight + reported.others
 
-    def enter(self) -> Guard:
-        self._inflight += 1
-        self._on_inflight(self)
-        return Guard(self)
+    @property
+    def block_sizes(self) -> frozenset[int]:
+        """Tokens per KV block, of its groups of layers; empty until it has said what it is."""
+        return frozenset(group.block_size for group in self.facts.groups) if self.facts is not None else frozenset()
 
-    def leave(self) -> None:
+    def enter(self, queued: int = 0, context: int = 0) -> Guard:
+        """One more request: with `queued` prompt tokens to compute, and a prompt of `context` to generate after."""
+        self._inflight += 1
+        self.queued_tokens += queued
+        self.context_tokens += context
+        self._on_inflight(self)
+        return Guard(self, queued, context)
+
+    def leave(self, queued: int = 0, context: int = 0) -> None:
         self._inflight -= 1
+        self.queued_tokens -= queued
+        self.context_tokens -= context
         self._on_inflight(self)
 
     def heard(self) -> None:

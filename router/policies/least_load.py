@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate
-from router.policies.round_robin import RoundRobin
+from router.policies.base import Ask, Candidate, Pick
+from router.policies.turns import Turns
 
 
 class LeastLoad:
-    """Equals take turns; otherwise an idle cluster would send everything to its first server."""
-
     name = "least_load"
+    uses_index = False
 
     def __init__(self) -> None:
-        self._turns = RoundRobin()
+        self._turns = Turns()
 
-    def choose(self, candidates: Sequence[Candidate]) -> int:
-        least = min(c.load for c in candidates)
-        equals = [i for i, c in enumerate(candidates) if c.load == least]
-        return equals[self._turns.choose([candidates[i] for i in equals])]
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Pick:
+        return Pick(self._turns.lowest(candidates, [c.load for c in candidates]))

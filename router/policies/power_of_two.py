@@ -8,17 +8,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.policies.base import Candidate
+from router.policies.base import Ask, Candidate, Pick
 
 
 class PowerOfTwo:
     name = "power_of_two"
+    uses_index = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def choose(self, candidates: Sequence[Candidate]) -> int:
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Pick:
         if len(candidates) == 1:
-            return 0
+            return Pick(0)
         first, second = self._rng.sample(range(len(candidates)), 2)
-        return first if candidates[first].load <= candidates[second].load else second
+        return Pick(first if candidates[first].load <= candidates[second].load else second)

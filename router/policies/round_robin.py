@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.base import Candidate
+from router.policies.base import Ask, Candidate, Pick
+from router.policies.turns import Turns
 
 
 class RoundRobin:
-    """Goes on after the server that was chosen last, so that servers which come and go change nothing for the
-    rest."""
-
     name = "round_robin"
+    uses_index = False
 
     def __init__(self) -> None:
-        self._last = -1
+        self._turns = Turns()
 
-    def choose(self, candidates: Sequence[Candidate]) -> int:
-        index = next((i for i, c in enumerate(candidates) if c.order > self._last), 0)
-        self._last = candidates[index].order
-        return index
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Pick:
+        return Pick(self._turns.next(candidates))

@@ -23,7 +23,7 @@ from router.http.sse import DONE, Chunks, EventStream, Kind, encode, error_event
 from router.http.tool_calls import ToolDeltas, finish_reason, message_of
 from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
-from router.validation import SINGLE_SERVER_KEY, GenerationParams
+from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id
 from rpc.server import PRIVATE_KEY, says_yes
@@ -150,7 +150,7 @@ class _Generation:
 
     def _add_headers(self, params: GenerationParams) -> None:
         get = self._headers.get
-        params.session_id = get("x-session-id", "")
+        params.session_id = get(SESSION_KEY, "")
         params.single_server = params.single_server or asks(get(SINGLE_SERVER_KEY, ""))
         params.pin_prefill = get("x-baton-prefill", "")
         params.pin_decode = get("x-baton-decode", "")

@@ -27,6 +27,7 @@ from router.choice import Chooser
 from router.failover import FailoverSettings
 from router.open_requests import OpenRequests
 from router.orchestrator import Orchestrator, OrchestratorSettings
+from router.prefix.feed import PrefixFeed
 from router.registry import HealthSettings, WorkerRegistry
 from router.requests import FinishEvent, RouterRequest, Sampling, TokensEvent
 from rpc import status
@@ -114,6 +115,10 @@ class ScriptedServer:
         self.state = worker_pb2.WORKER_STATE_READY
         self.running = 0
         self.version = 0
+        # Changes of its prefix cache since its start, and how many batches were skipped on the way to readers.
+        self.kv_changes: list[worker_pb2.KvCacheEvent] = []
+        self.kv_lost = 0
+        self.kv_readers = 0
         self.muted = False  # the process is stopped: it takes bytes but answers nothing
         self.loads = True  # a decode server; False: every load fails, and it computes the prompts itself
         self.info_changes: dict[str, object] = {}
@@ -152,10 +157,16 @@ class ScriptedServer:
         await self.stop()
         self.peers.pop(self.engine_id, None)
         self.engine_id, self.version = uuid.uuid4().hex, 0
+        self.kv_changes = []
         await self.start(self.address)
 
     async def set_state(self, state: int) -> None:
         self.state = state
+        await self.notify()
+
+    async def cache(self, **change: object) -> None:
+        """A change of its prefix cache: fields of KvCacheEvent."""
+        self.kv_changes.append(worker_pb2.KvCacheEvent(**change))
         await self.notify()
 
     async def notify(self) -> None:
@@ -290,6 +301,23 @@ class _WorkerService(worker_pb2_grpc.WorkerServicer):
                 async with asyncio.timeout(request.interval_seconds), server.changed:
                     told = server.told()
                     await server.changed.wait_for(lambda told=told: server.told() != told)
+
+    async def SubscribeKvEvents(self, request, context):
+        server, sequence, sent = self._server, 1, len(self._server.kv_changes)
+        server.kv_readers += 1
+        try:
+            snapshot = [worker_pb2.KvCacheEvent(cleared=True), *server.kv_changes]
+            yield worker_pb2.KvEventBatch(sequence=sequence, engine_id=server.engine_id, events=snapshot)
+            while True:
+                async with server.changed:
+                    await server.changed.wait_for(lambda sent=sent: len(server.kv_changes) > sent)
+                await server.silence()
+                batch, sent = server.kv_changes[sent:], len(server.kv_changes)
+                sequence += 1 + server.kv_lost
+                server.kv_lost = 0
+                yield worker_pb2.KvEventBatch(sequence=sequence, engine_id=server.engine_id, events=batch)
+        finally:
+            server.kv_readers -= 1
 
 
 class _PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -448,6 +476,7 @@ class Options:
     disagg_min_prompt_tokens: int = 0
     policy: str = "round_robin"
     allow_pins: bool = False
+    index_entries: int = 1000
     max_concurrent: int = 0
     queue_size: int = 10
     clock: Callable[[], float] = time.monotonic  # of stages and latencies
@@ -485,8 +514,10 @@ class Cluster:
             decode_policy=options.policy,
             disagg_min_prompt_tokens=options.disagg_min_prompt_tokens,
             allow_pins=options.allow_pins,
+            index_entries=options.index_entries,
             rng=random.Random(2),
         )
+        self.feed = PrefixFeed(self.registry, self.pool, self.metrics, self.chooser.index, self.chooser.index_roles)
         self.open_requests = OpenRequests(
             self.metrics,
             request_timeout_s=options.request_timeout_s,
@@ -584,7 +615,7 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     cluster = Cluster(replace(Options(), **options))
     try:
-        async with cluster.registry, cluster.orchestrator:
+        async with cluster.registry, cluster.feed, cluster.orchestrator:
             for _ in range(prefills):
                 await cluster.add("prefill")
             for _ in range(decodes):
