@@ -7,6 +7,8 @@ from PyTorch's allocator, or from a graph's own pool while it is captured.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import torch
 
 from engine.layers.device_linear import DeviceGated, DeviceLinear
@@ -16,6 +18,11 @@ from engine.models.config import ModelConfig
 from engine.models.rope_config import RopeConfig
 from engine.models.step import ForwardStep
 from kernels import embedding, qkv, rms_norm, rotary
+
+if TYPE_CHECKING:
+    from engine.layers.device_sharded import DeviceGatheredHead, DeviceSharedEmbedding, DeviceSummedLinear
+    from engine.parallel.communicator import Communicator
+    from engine.parallel.shards import Part
 
 # Tokens from which a product adds to the stream itself. It is bound by arithmetic then, and the stream's way from and
 # to memory, which the next norm is spared, takes no time of its own.
@@ -37,23 +44,33 @@ class DeviceNorm:
         return out
 
 
+class DeviceAddend(Protocol):
+    """What a stream can add: a `DeviceLinear`, or one whose inputs are shared out over ranks."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, in] -> [tokens, out], of any float dtype."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += what the call gives. residual: float32 [tokens, out]."""
+
+
 class DeviceStream:
     """The residual stream, float32. The last product waits in `delta` for the next norm, which adds it on the way."""
 
     def __init__(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> None:
-        """residual: float32 [tokens, hidden], changed in place; delta: [tokens, hidden] in the compute dtype."""
+        """residual: float32 [tokens, hidden], changed in place; delta: [tokens, hidden] of any float dtype."""
         self.residual = residual
         self.delta = delta
 
     def read(self, norm: DeviceNorm) -> torch.Tensor:
         if self.delta is None:
             return norm(self.residual)
-        out = torch.empty_like(self.delta)
+        out = torch.empty_like(self.delta, dtype=norm.weight.dtype)
         rms_norm.add_rms_norm(self.residual, self.delta, norm.weight, norm.eps, out)
         self.delta = None
         return out
 
-    def add(self, linear: DeviceLinear, x: torch.Tensor) -> None:
+    def add(self, linear: DeviceAddend, x: torch.Tensor) -> None:
         if x.shape[0] >= _ACCUMULATE_FROM:
             linear.add_to(self.hidden(), x)
             return
@@ -168,3 +185,20 @@ class DeviceMaker:
         self, config: ModelConfig, rotary: DeviceRotary, q_norm: DeviceNorm | None, k_norm: DeviceNorm | None
     ) -> DeviceHeads:
         return DeviceHeads(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm)
+
+    # With several ranks only, and imported then: those layers are built of the ones above
+
+    def summed(self, linear: DeviceLinear, communicator: Communicator) -> DeviceSummedLinear:
+        from engine.layers.device_sharded import DeviceSummedLinear
+
+        return DeviceSummedLinear(linear, communicator)
+
+    def gathered(self, linear: DeviceLinear, vocab_size: int, communicator: Communicator) -> DeviceGatheredHead:
+        from engine.layers.device_sharded import DeviceGatheredHead
+
+        return DeviceGatheredHead(linear, vocab_size, communicator)
+
+    def shared_embedding(self, table: torch.Tensor, part: Part, communicator: Communicator) -> DeviceSharedEmbedding:
+        from engine.layers.device_sharded import DeviceSharedEmbedding
+
+        return DeviceSharedEmbedding(table, part, communicator)

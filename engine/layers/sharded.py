@@ -45,8 +45,8 @@ class GatheredHead:
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, vocab] on the first rank, [0, vocab] on the others."""
-        logits = self.communicator.gather_last(self.linear.exact(x))
-        return self.elsewhere if logits is None else logits[:, : self.vocab_size].contiguous()
+        logits = self.communicator.gather_last(self.linear.exact(x), self.vocab_size)
+        return self.elsewhere if logits is None else logits
 
 
 def local_ids(token_ids: torch.Tensor, part: Part, elsewhere: int) -> torch.Tensor:

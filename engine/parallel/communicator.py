@@ -7,10 +7,9 @@ peers are lost ends, it never hangs. With one rank nothing here is used, and tor
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,6 @@ from rpc.errors import BatonError, ErrorCode
 
 START_S = 60.0  # least deadline until the ranks serve: one may be this much later with its start or its weights
 LOOPBACK = "127.0.0.1"  # ranks of one server share a host
-
-_log = logging.getLogger(__name__)
 
 
 class CollectiveFailed(BatonError):
@@ -46,17 +43,16 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-
-    @property
-    def capturable(self) -> bool:
-        """Whether operations on the device's tensors may be part of a CUDA graph."""
+    capturable: bool  # whether operations on the device's tensors may be part of a graph
 
     def all_reduce_(self, tensor: torch.Tensor) -> None:
         """Sum over ranks, in place, the same bits on every rank. tensor: contiguous. On a device it is enqueued."""
 
-    def gather_last(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """tensor: [rows, own], the same shape on every rank. On rank 0 [rows, size * own], in the order of ranks; None
-        elsewhere."""
+    def gather_last(
+        self, tensor: torch.Tensor, columns: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """tensor: [rows, own], contiguous, the same shape on every rank. On rank 0 the first `columns`, by default all,
+        of [rows, size * own] in the order of ranks; None elsewhere. out: for rank 0's result."""
 
     def broadcast_(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Every rank's tensor becomes that of rank `src`. Contiguous, of one shape and dtype."""
@@ -87,8 +83,10 @@ class SingleRank:
     def all_reduce_(self, tensor: torch.Tensor) -> None:
         """The sum over one rank."""
 
-    def gather_last(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return tensor
+    def gather_last(
+        self, tensor: torch.Tensor, columns: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        return joined([tensor], columns, out)
 
     def broadcast_(self, tensor: torch.Tensor, src: int = 0) -> None:
         """Nobody else has one."""
@@ -129,6 +127,7 @@ class HostCommunicator:
 
         self.rank, self.size = rank, size
         self.device = device or torch.device("cpu")
+        self.capturable = self.device.type == "cpu"  # where a recording is the calls themselves
         self.timeout_s = timeout_s
         self._deadline_s = max(timeout_s, START_S)
         options = ProcessGroupGloo._Options()
@@ -145,11 +144,13 @@ class HostCommunicator:
     def all_reduce_(self, tensor: torch.Tensor) -> None:
         self._wait("all_reduce", tensor, lambda group, host: group.allreduce([host]))
 
-    def gather_last(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        own = tensor.contiguous().cpu()
+    def gather_last(
+        self, tensor: torch.Tensor, columns: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        own = tensor.cpu()
         parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else []
         self._call("gather", lambda group: group.gather(parts, own, 0))
-        return torch.cat(parts, dim=-1).to(tensor.device) if parts else None
+        return joined([part.to(tensor.device) for part in parts], columns, out) if parts else None
 
     def broadcast_(self, tensor: torch.Tensor, src: int = 0) -> None:
         self._wait("broadcast", tensor, lambda group, host: group.broadcast(host, src))
@@ -198,18 +199,26 @@ class HostCommunicator:
         return CollectiveFailed(self.rank, operation, how, waited_s, str(error))
 
 
-def connect(rank: int, size: int, folder: Path, device: torch.device, timeout_s: float) -> Communicator:
+def joined(parts: Sequence[torch.Tensor], columns: int | None, out: torch.Tensor | None) -> torch.Tensor:
+    """The first `columns` of parts [rows, own] side by side, in one copy."""
+    own = parts[0].shape[1]
+    columns = len(parts) * own if columns is None else columns
+    cut = [part[:, : max(0, columns - index * own)] for index, part in enumerate(parts)]
+    return torch.cat(cut, dim=1) if out is None else torch.cat(cut, dim=1, out=out)
+
+
+def connect(rank: int, size: int, meeting: str, device: torch.device, timeout_s: float) -> Communicator:
     """The communicator of one rank; returns once all ranks have called it.
 
-    folder: a private one, common to the ranks of one engine and to no other, in which they find each other; its file
-    `ranks` is left there. device: what this rank computes on. timeout_s: of every operation that serves. Raises
+    meeting: path of an empty file, common to the ranks of one engine and to nobody else, in which they find each other.
+    device: what this rank computes on. timeout_s: of every operation that serves. Raises
     CollectiveFailed.
     """
     if size == 1:
         return single()
     from torch.distributed import FileStore, PrefixStore
 
-    store = FileStore(str(folder / "ranks"), size)
+    store = FileStore(meeting, size)
     store.set_timeout(timedelta(seconds=max(timeout_s, START_S)))
     if device.type == "cpu":
         return HostCommunicator(rank, size, PrefixStore("host", store), timeout_s)

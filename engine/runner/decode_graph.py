@@ -20,6 +20,7 @@ import torch
 
 from engine.attention.backend import AttentionRows, GraphSelectionMode
 from engine.messages import CapturedGraphs
+from engine.parallel.communicator import Communicator, single
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.capture import Recorder, Recording, recorder_for
 from engine.runner.decode_status import DecodeDecision, DecodeLimits, decide
@@ -57,10 +58,12 @@ class DecodeGraphRunner:
         *,
         debug_folder: Path | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        communicator: Communicator | None = None,
     ) -> None:
-        """logits: float32 [largest size, vocab], filled by every replay. greedy(logits of n rows): enqueues the choice
-        of their likeliest tokens, written to memory of its own. sizes: ascending. progress(done, total) is called after
-        each graph."""
+        """logits: float32 [largest size, vocab], filled by every replay; with several ranks, on others than the first
+        [largest size, own part of the vocabulary]. greedy(logits of n rows): enqueues the choice of their likeliest
+        tokens, written to memory of its own. sizes: ascending, the same on every rank. progress(done, total) is called
+        after each graph. communicator: to the other ranks, which capture the same."""
         self.forward = forward
         self.inputs = inputs
         self.logits = logits
@@ -68,6 +71,7 @@ class DecodeGraphRunner:
         self.limits = DecodeLimits(tuple(sizes), inputs.limits.max_blocks, group_tags)
         self.capture_seconds: list[float] = []
         self.memory_bytes = 0
+        self._communicator = communicator or single()
         self._progress = progress
         self._debug_folder = debug_folder
         self.latest: DecodeGraph | None = None  # that was replayed
@@ -84,7 +88,7 @@ class DecodeGraphRunner:
         if not self.limits.sizes or self.limits.sizes[-1] > self.inputs.limits.max_rows:
             raise ValueError(f"decode graphs of {self.limits.sizes} rows: at most {self.inputs.limits.max_rows} fit")
         size = self.limits.sizes[-1]
-        self.inputs.stage_blank(size, self.logits.shape[1])
+        self.inputs.stage_blank(size, self._vocab_size)
         for plan in self._plans(size):
             self.run_eager(size, plan)
 
@@ -116,14 +120,16 @@ class DecodeGraphRunner:
         def run() -> None:
             self.run_eager(size, plan)
 
-        self.inputs.stage_blank(size, self.logits.shape[1])
+        self.inputs.stage_blank(size, self._vocab_size)
         for _ in range(_WARM_UPS):
             recorder.warm_up(run)
         expected = self.logits[:size].clone()
+        self._communicator.barrier()  # a rank that fails before this leaves no other one in a half-captured sum
         session.begin_capture()
         recording, _ = recorder.record(run, name)
         self.logits[:size].fill_(torch.nan)
         recording.replay()
+        self._communicator.wait_device()
         recorder.settle()
         # As bits, since logits of random weights may hold NaN
         if not torch.equal(self.logits[:size].view(torch.int32), expected.view(torch.int32)):
@@ -170,6 +176,10 @@ class DecodeGraphRunner:
         self.forward.backend.begin(plan)
         stream = self.forward(buffers.token_ids, buffers.positions, buffers.slots, plan)
         self.greedy(self.forward.logits(stream, out=self.logits[:size]))
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.forward.model.config.vocab_size
 
     def _plans(self, size: int) -> list[Any]:
         """For rows of any length up to the table's width."""

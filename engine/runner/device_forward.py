@@ -10,6 +10,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.layers.device import DeviceStream
 from engine.layers.device_linear import DeviceLinear
+from engine.layers.device_sharded import DeviceGatheredHead
 from engine.layers.override import Override
 from engine.models.llama import LlamaModel
 from engine.models.step import ForwardStep
@@ -57,8 +58,8 @@ class DeviceForward:
     ) -> torch.Tensor:
         """float32 logits [n, vocab] of some tokens of the stream; without `tokens` of all, which ends the stream.
 
-        tokens: int64 or int32 [n], indices; out: float32 [n, vocab].
+        tokens: int64 or int32 [n], indices; out: float32 [n, vocab]. With several ranks, see `DeviceGatheredHead`.
         """
         chosen = stream if tokens is None else stream.rows(tokens)
-        head: DeviceLinear = self.model.head  # type: ignore[assignment]  # of a DeviceMaker
+        head: DeviceLinear | DeviceGatheredHead = self.model.head  # type: ignore[assignment]  # of a DeviceMaker
         return head.exact(chosen.read(self.model.norm), out)  # type: ignore[arg-type]  # a DeviceNorm

@@ -22,6 +22,8 @@ from engine.layers.device_linear import measured_sizes
 from engine.layers.override import override_of
 from engine.messages import CapturedGraphs, KvGroupInfo, SamplingParams
 from engine.models.llama import LlamaModel
+from engine.parallel.communicator import Communicator, single
+from engine.parallel.shards import padded_rows
 from engine.progress import Progress
 from engine.runner.batch import BatchRow, RowResult, StepBatch
 from engine.runner.capture import Recorder
@@ -83,8 +85,11 @@ class DeviceSteps:
         vocab_size: int,
         device: torch.device,
         group_tags: tuple[str, ...],
+        communicator: Communicator | None = None,
     ) -> None:
-        """pools: the backend's handle of each layer's KV pool of num_blocks blocks."""
+        """pools: the backend's handle of each layer's KV pool of num_blocks blocks. communicator: to the other ranks of
+        the model."""
+        self.communicator = communicator = communicator or single()
         self.device = device
         self.group_tags = group_tags
         self.hidden_size = model.config.hidden_size
@@ -93,7 +98,10 @@ class DeviceSteps:
         self.inputs = DeviceInputs(limits, block_size, device)
         self.inputs.num_blocks = num_blocks
         self.sampler = DeviceSampler(limits.max_rows, vocab_size, device)
-        self.logits = torch.empty(limits.max_rows, vocab_size, dtype=torch.float32, device=device)
+        leads = communicator.rank == 0
+        self.greedy = self.sampler.greedy if leads else _nothing
+        width = vocab_size if leads else padded_rows(vocab_size, communicator.size)
+        self.logits = torch.empty(limits.max_rows, width, dtype=torch.float32, device=device)
         self.decode_graphs: DecodeGraphRunner | None = None
         self.decode_init = DecodeGraphStatus.NOT_REQUESTED  # status of every decode step while there are no graphs
         self.prefill_graphs: PrefillGraphRunner | None = None
@@ -137,7 +145,7 @@ class DeviceSteps:
         plan = self.forward.backend.plan(rows)
         stream = self.forward(torch.zeros_like(positions), positions, rows.device.slots, plan)
         self.forward.logits(stream, torch.zeros(limits.max_rows, dtype=torch.int64, device=device), self.logits)
-        self.sampler.greedy(self.logits)
+        self.greedy(self.logits)
 
     def warm_up(self) -> list[int]:
         """Runs small steps of every kind once, since a kernel is compiled at its first use. Returns the blocks that
@@ -154,7 +162,7 @@ class DeviceSteps:
                 StepBatch(rows),
                 StepBatch([BatchRow("", [0], 0, [block], True, plain) for _ in range(count)]),
             ):
-                self.finish(batch, self.launch(batch, None))
+                self._run(batch)
             if count == limits.max_rows:
                 break
             count = min(2 * count, limits.max_rows)
@@ -162,10 +170,17 @@ class DeviceSteps:
         for size in sorted({min(size, longest) for size in measured_sizes()}):
             table = [block] * -(-size // self.inputs.block_size)
             prompt = StepBatch([BatchRow("", [0] * size, 0, table, True, plain)])
-            self.finish(prompt, self.launch(prompt, None))
+            self._run(prompt)
         chunk = StepBatch([BatchRow("", [0] * tokens, 0, [block], False)])
-        self.finish(chunk, self.launch(chunk, None))
+        self._run(chunk)
         return [block]
+
+    def _run(self, batch: StepBatch) -> None:
+        """One step of this rank, whose results nobody needs."""
+        if self.communicator.rank == 0:
+            self.finish(batch, self.launch(batch, None))
+        else:
+            self.follow(batch, None)
 
     def capture_decode_graphs(
         self, sizes: Sequence[int], session: CaptureSession, debug_folder: Path | None = None
@@ -177,21 +192,35 @@ class DeviceSteps:
         if not self.forward.backend.admits(selection_mode=GraphSelectionMode.DECODE_GRAPH):
             self.decode_init = DecodeGraphStatus.UNSUPPORTED_BACKEND
             return None
+        if not self.communicator.capturable:
+            self.decode_init = DecodeGraphStatus.CAPTURE_UNAVAILABLE
+            _log.warning(
+                "no decode graphs: the ranks share a device, and meet on the host",
+                extra={"reason": self.decode_init.value},
+            )
+            return None
         with Progress("capturing decode graphs", len(sizes), "graphs") as progress:
             runner, problem = capture_graphs(
                 lambda: DecodeGraphRunner(
                     self.forward,
                     self.inputs,
                     self.logits,
-                    self.sampler.greedy,
+                    self.greedy,
                     sizes,
                     self.group_tags,
                     debug_folder=debug_folder,
                     progress=lambda done, total: progress.update(done),
+                    communicator=self.communicator,
                 ),
                 session,
             )
         if runner is None:
+            if self.communicator.size > 1:  # the others would replay rows that this one would not add
+                raise BatonError(
+                    ErrorCode.GRAPH_CAPTURE_DIRTY,
+                    "a rank could not capture its decode graphs; see the engine's log, or leave the graphs off",
+                    metadata={"rank": str(self.communicator.rank), "detail": problem[:200]},
+                )
             self.decode_init = DecodeGraphStatus.CAPTURE_UNAVAILABLE
             _log.warning("no decode graphs: %s", problem, extra={"reason": self.decode_init.value})
             return None
@@ -242,6 +271,41 @@ class DeviceSteps:
         prefill, replayed = self._prompts(batch)
         if replayed is not None:
             return self._after_replay(batch, plain, prefill, replayed, on_layer)
+        inputs, decision, stream = self._compute(batch, on_layer)
+        pending = None
+        count = len(inputs.sampled_rows)
+        if count:
+            logits = self.logits[:count]
+            if stream is not None:
+                self.forward.logits(stream, inputs.sampled_tokens, logits)
+                if plain:
+                    self.greedy(logits)
+            if not plain:
+                self.sampler.run(logits, after_greedy=decision.replay)
+            pending = self.sampler.send(count)
+        chunks = [index for index, row in enumerate(rows) if not row.sample]
+        if chunks and stream is not None:
+            self._check_lasts(stream, inputs)
+        return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision, prefill, pending)
+
+    def follow(self, batch: StepBatch, on_layer: Callable[[int], None] | None) -> tuple[torch.Tensor | None, list[int]]:
+        """Enqueues another rank's part of the step that the first one launches.
+
+        Returns float32 [tokens, hidden] of every token, where the step has kept them, and per row the index of its
+        first token.
+        """
+        inputs, _, stream = self._compute(batch, on_layer)
+        if stream is None:
+            return None, inputs.first_token
+        if inputs.sampled_rows:
+            self.forward.logits(stream, inputs.sampled_tokens, self.logits[: len(inputs.sampled_rows)])
+        return stream.hidden(), inputs.first_token
+
+    def _compute(
+        self, batch: StepBatch, on_layer: Callable[[int], None] | None
+    ) -> tuple[DeviceStepInputs, DecodeDecision, DeviceStream | None]:
+        """Enqueues inputs and forward. The stream is None where a graph was replayed, which has made the logits too."""
+        rows = batch.rows
         decision = DecodeDecision(DecodeGraphStatus.PREFILL_INPUT)
         stream = None
         if all(len(row.token_ids) == 1 for row in rows) and all(row.sample for row in rows):
@@ -258,21 +322,7 @@ class DeviceSteps:
                 override = override_of(placed, tokens, self.hidden_size, self.device, send)
             positions = self._positions(rows, inputs)
             stream = self.forward(inputs.token_ids, positions, slots, plan, on_layer, override)
-        pending = None
-        count = len(inputs.sampled_rows)
-        if count:
-            logits = self.logits[:count]
-            if stream is not None:
-                self.forward.logits(stream, inputs.sampled_tokens, logits)
-                if plain:
-                    self.sampler.greedy(logits)
-            if not plain:
-                self.sampler.run(logits, after_greedy=decision.replay)
-            pending = self.sampler.send(count)
-        chunks = [index for index, row in enumerate(rows) if not row.sample]
-        if chunks and stream is not None:
-            self._check_lasts(stream, inputs)
-        return InFlight(inputs.sampled_rows, chunks, stream, inputs.first_token, decision, prefill, pending)
+        return inputs, decision, stream
 
     def _positions(self, rows: Sequence[BatchRow], inputs: DeviceStepInputs) -> torch.Tensor:
         """[tokens], or int32 [axes, tokens] where a row brings its own."""
@@ -336,6 +386,8 @@ class DeviceSteps:
         try:
             graph = graphs.refresh(inputs, decision.size)
         except Exception as error:
+            if self.communicator.size > 1:
+                raise  # the others replay theirs, whose sums have the padding rows too
             self._log_failure("a decode graph could not be prepared; the step runs eagerly", error)
             self.inputs.forget_tables()  # those that were staged, the graph would have spread
             return self.inputs.decode(batch), DecodeDecision(DecodeGraphStatus.ERROR)
@@ -377,6 +429,10 @@ class DeviceSteps:
                         metadata={"cause": "hidden_states_not_finite"},
                     )
         return results
+
+
+def _nothing(logits: torch.Tensor) -> None:
+    """In place of the choice of tokens, on ranks that have a part of the logits only."""
 
 
 class _ToHost:

@@ -39,7 +39,7 @@ def gate_facts(config: EngineConfig, runner: ModelRunner, *, cuda_graphs: bool) 
         requested=config.prefill_graph.enabled,
         prefills=config.role == "prefill" or config.allow_local_prefill,
         cuda_graphs=cuda_graphs,
-        topology=Topology(),
+        topology=Topology(tensor=config.tensor_parallel_size, world=config.tensor_parallel_size),
         model=ModelFacts(),
         choose_backend=lambda: capable_backend([runner.backend], selection_mode=GraphSelectionMode.PREFILL_GRAPH),
     )
