@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
+from rpc.status import trailing_metadata
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, prefill_result, settings, until
 from tests.unit.cache_store.lease_fixtures import Clock
 
@@ -213,8 +215,9 @@ async def test_peers_that_stay_lost_are_forgotten_with_their_channels() -> None:
 class Scripted(pb_grpc.CacheStoreServicer):
     """A cache store that answers a load with the events it is given, however wrong they are."""
 
-    def __init__(self, events: list[pb.LoadEvent | bytes]) -> None:
+    def __init__(self, events: list[pb.LoadEvent | bytes], end: Exception | None = None) -> None:
         self.events = events
+        self.end = end
         self.released = threading.Event()
 
     def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeResponse:
@@ -224,6 +227,11 @@ class Scripted(pb_grpc.CacheStoreServicer):
 
     def Load(self, request: pb.LoadRequest, context: object) -> Iterator[pb.LoadEvent]:
         yield from self.events
+        if isinstance(self.end, BatonError):
+            context.set_trailing_metadata(trailing_metadata(self.end))  # type: ignore[attr-defined]
+            context.abort(self.end.spec.grpc, self.end.message)  # type: ignore[attr-defined]
+        if self.end is not None:
+            context.abort(grpc.StatusCode.INTERNAL, "no details")  # type: ignore[attr-defined]
 
     def Release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:
         self.released.set()
@@ -231,9 +239,9 @@ class Scripted(pb_grpc.CacheStoreServicer):
 
 
 @contextlib.contextmanager
-def scripted(events: list[pb.LoadEvent]) -> Iterator[KvSourceRef]:
+def scripted(events: list[pb.LoadEvent], end: Exception | None = None) -> Iterator[KvSourceRef]:
     server = grpc.server(ThreadPoolExecutor(2))
-    pb_grpc.add_CacheStoreServicer_to_server(Scripted(events), server)
+    pb_grpc.add_CacheStoreServicer_to_server(Scripted(events, end), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -289,3 +297,41 @@ def test_p3_stream_that_ends_ok_without_everything_is_a_failure(events: list[pb.
         assert decode.load_failed().error.code is code
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
         assert_clean(decode)
+
+
+def fails(code: ErrorCode | None) -> Exception:
+    """What a scripted peer ends a load with: a code of the table, or a status without details."""
+    return RuntimeError("no details") if code is None else BatonError(code, "it failed")
+
+
+RESULT, NO_RESULT = END, [END[0], pb.LoadEvent(done=pb.Done(pieces=3))]
+X, NO_CODE = ErrorCode.EXECUTION_EXCEPTION, ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
+ENDS = [
+    ("success without its result", NO_RESULT, None, NO_CODE, "missing_result"),
+    ("no word of success", [], None, NO_CODE, "missing_result"),
+    ("failure", [], fails(X), X, ""),
+    ("failure without a code", [], fails(None), NO_CODE, "no_code"),
+    ("success without its result, failure", NO_RESULT, fails(X), NO_CODE, "missing_result"),
+    ("success, failure", RESULT, fails(X), X, ""),
+    ("success, failure without a code", RESULT, fails(None), NO_CODE, "no_code"),
+]
+
+
+@pytest.mark.invariant("RPC-10")
+@pytest.mark.parametrize(("events", "end", "code", "breach"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
+def test_end_when_success_and_code_do_not_go_together_then_it_is_a_failure_and_a_breach_is_logged_once(
+    events: list[pb.LoadEvent], end: Exception | None, code: ErrorCode, breach: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scripted([*START, *ALL, *events], end) as source, nodes(Node("decode")) as (decode,):
+        decode.load(source, KEY, [1])
+        failed = decode.load_failed()
+        assert failed.error.code is code
+        assert failed.error.breach == breach
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
+        assert_clean(decode)
+        assert len(decode.said) == 1
+        assert decode.count("contract_breaches_total") == (1 if breach else 0)
+    errors = [
+        record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith("cache")
+    ]
+    assert ["contract breach" in record.message for record in errors] == ([True] if breach else [])

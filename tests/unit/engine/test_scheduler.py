@@ -298,6 +298,23 @@ def test_prefix_when_the_whole_prompt_is_cached_then_one_token_is_computed_and_t
     assert engine.counts["prefix_cache_hit_tokens_total"] == 12
 
 
+@pytest.mark.invariant("RPC-4")
+def test_prefix_when_the_consumer_leaves_after_its_last_token_then_it_stays_cached_and_nothing_was_cancelled():
+    engine = ScriptedEngine(num_blocks=20)
+    prompt = list(range(1, 17))
+    engine.add("a", prompt, max_tokens=3)
+    engine.run()
+    ended = engine.last("a")
+    assert (ended.finish_reason, ended.error) == (FinishReason.LENGTH, None)
+    engine.abort("a")  # its consumer has its final output, and goes
+    assert engine.last("a") is ended
+    assert engine.counts.get("aborts_total", 0) == 0
+    engine.add("b", prompt, max_tokens=3)
+    engine.run()
+    assert engine.outputs["b"][0].prefill.cached_tokens == 12
+    engine.assert_clean()
+
+
 def test_prefix_when_the_answer_is_part_of_the_next_prompt_then_generated_blocks_hit():
     engine = ScriptedEngine(num_blocks=20)
     engine.add("a", PROMPT, max_tokens=8)
