@@ -37,7 +37,7 @@ from rpc.http_side import SideCallbacks, SideServer
 from rpc.lifecycle import Lifecycle, settle, watch_loop_lag
 from rpc.logs import log_stats, setup_logging
 from rpc.metrics import Registry
-from rpc.server import GrpcServer, join_address
+from rpc.server import GrpcServer, RefusedCall, join_address
 from rpc.version import revision, version
 
 WORKER_SERVICE = "baton.v1.Worker"
@@ -111,7 +111,7 @@ class FrontServer:
             transfers=self.transfers,
         )
         self.engine.client.on_step = self.feed.on_step
-        self.grpc = GrpcServer(self.metrics, max_rpc_s=settings.max_rpc_timeout_s)
+        self.grpc = GrpcServer(self.metrics, max_rpc_s=settings.max_rpc_timeout_s, on_refused=self._write_refused_call)
         self.side = SideServer(
             self.metrics,
             SideCallbacks(
@@ -206,6 +206,16 @@ class FrontServer:
     def _write_access_line(self, line: Mapping[str, object]) -> None:
         fields: dict[str, Any] = {name: value for name, value in line.items() if name not in ("code", "code_name")}
         self.access_log.record(code=str(line["code_name"]), servers={self.role.name: self.grpc_address()}, **fields)
+
+    def _write_refused_call(self, call: RefusedCall) -> None:
+        self.access_log.record(
+            request_id=call.request_id,
+            code=call.error.code.name,
+            private=call.private,
+            error=call.error,
+            method=call.method,
+            servers={self.role.name: self.grpc_address()},
+        )
 
     def _write_arrival(self, line: Mapping[str, Any]) -> None:
         self.access_log.arrived(servers={self.role.name: self.grpc_address()}, **line)

@@ -12,14 +12,14 @@ import grpc.aio
 
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
 from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
-from router.grammar.keys import AskedGrammar, grammar_of, wrong
-from router.open_requests import OpenRequest, OpenRequests
+from router.grammar.keys import AskedGrammar, asked_grammar, wrong
+from router.open_requests import AccessRecord, OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
 from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import check_request_id, new_request_id, valid_request_id
 from rpc.input_embeddings import InputEmbedding
-from rpc.server import REQUEST_ID_KEY, current_call, tell_timeline
+from rpc.server import REQUEST_ID_KEY, RefusedCall, current_call, tell_timeline
 from rpc.stages import in_stage
 from rpc.timeline import asks
 
@@ -142,6 +142,32 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             )
 
 
+def account_for_refused(call: RefusedCall, open_requests: OpenRequests, access_log: AccessRecord) -> None:
+    """Books calls for which nothing was done: a generation request like one that the service refuses, any other call by
+    its line alone."""
+    if call.method == f"{SERVICE}/Generate":
+        if call.error.code is ErrorCode.UNAUTHENTICATED:
+            return  # the service has booked it, with what its message says
+        open_requests.refused(
+            call.request_id,
+            call.error,
+            api="grpc",
+            stream=True,
+            private=call.private,
+            traceparent=call.traceparent,
+            tracestate=call.tracestate,
+        )
+        return
+    access_log.record(
+        request_id=call.request_id,
+        code=call.error.code.name,
+        private=call.private,
+        error=call.error,
+        api="grpc",
+        method=call.method,
+    )
+
+
 def generation_params(request: generation_pb2.GenerateRequest, streamed: bool) -> GenerationParams:
     """The message as the surfaces' common form; a field that is not set is absent."""
     sampling = request.sampling
@@ -201,7 +227,7 @@ def _structured_output(message: generation_pb2.StructuredOutput) -> AskedGrammar
         value = getattr(message, kind)
     if kind is None or value is None:
         raise wrong("structured_output", "structured_output must have exactly one grammar")
-    return AskedGrammar(grammar_of(kind, value, f"structured_output.{kind}"), "structured_output")
+    return asked_grammar(kind, value, f"structured_output.{kind}", "structured_output")
 
 
 def _input_embeddings(messages: Iterable[common_pb2.InputEmbedding]) -> list[InputEmbedding]:

@@ -23,7 +23,7 @@ from router.choice import Chooser
 from router.failover import FailoverSettings
 from router.fan_out import flush_caches
 from router.grammar.admission import GrammarAdmission
-from router.grpc_service import SERVICE, GenerationService, GrpcServices
+from router.grpc_service import SERVICE, GenerationService, GrpcServices, account_for_refused
 from router.http.app import build_app
 from router.http.services import HttpServices
 from router.open_requests import OpenRequests
@@ -150,7 +150,11 @@ class RouterServer:
             seed=settings.seed,
         )
         api_keys = (settings.api_key,) if settings.api_key else ()
-        self.grpc = GrpcServer(self.metrics, max_rpc_s=settings.max_rpc_timeout_s)
+        self.grpc = GrpcServer(
+            self.metrics,
+            max_rpc_s=settings.max_rpc_timeout_s,
+            on_refused=lambda call: account_for_refused(call, self.open_requests, self.access_log),
+        )
         service = GenerationService(
             GrpcServices(
                 serving=self.orchestrator,
@@ -222,11 +226,11 @@ class RouterServer:
         self.metrics.set("baton_ready", 0 if self._not_ready() else 1)
         remaining = self.work.count if self.lifecycle.stopping.is_set() else 0
         self.metrics.set("baton_drain_remaining_requests", remaining)
+        self.feed.show()
 
     def log_dropped(self) -> None:
         """A log line had no room in its writer's queue. May be called from any thread."""
         self.metrics.inc("baton_log_dropped_total")
-        self.feed.show()
 
     def _evicted(self, address: str, state: str) -> None:
         for worker in self.registry.workers():

@@ -243,6 +243,10 @@ class RequestValidator:
             raise missing_template(name)
         if params.tools is not None:
             self._hold_to_tools(params, params.tools)
+        if params.grammar is not None and params.grammar.ends and (params.min_tokens or 0) > 1:
+            # A text of one token may be complete, and nothing else may follow it.
+            allowed = f"at most 1 with {params.grammar.field}, whose texts end by themselves"
+            raise out_of_range("min_tokens", params.min_tokens, allowed)
         return name
 
     def _hold_to_tools(self, params: GenerationParams, tools: ToolRequest) -> None:

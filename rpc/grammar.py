@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -50,6 +51,16 @@ def not_offered(param: str | None = None) -> BatonError:
         "structured output is not available here: it needs the package xgrammar and --grammar-backend auto or xgrammar",
         param=param,
     )
+
+
+# An escape of a regular expression or of GBNF, as a whole: what follows an escaped backslash is none.
+_ESCAPE = re.compile(r"\\(?:(?:u\{0*|u|U0000)(d[89a-f][0-9a-f]{2})|.)", re.DOTALL | re.IGNORECASE)
+
+
+def half_character(text: str) -> int | None:
+    """Where a regular expression or a GBNF grammar has the escape of a surrogate, which is no character and never comes
+    up in an answer; None: nowhere."""
+    return next((found.start() for found in _ESCAPE.finditer(text) if found[1]), None)
 
 
 def choice_grammar(choices: list[str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rpc.errors import BatonError, ErrorCode
-from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec
+from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec, half_character
 from rpc.json_schema_support import UnsupportedSchema, check_schema
 from rpc.vocabulary import Vocabulary
 from rpc.xgrammar_library import XgrammarUnavailable, load_xgrammar
@@ -95,8 +95,13 @@ class GrammarCompiler:
         if spec.kind is GrammarKind.JSON_SCHEMA:
             _check(_json(spec), "")
         elif spec.kind is GrammarKind.STRUCTURAL_TAG:
-            for pointer, schema in _schemas_in(_json(spec)):
+            tag = _json(spec)
+            for pointer, schema in _schemas_in(tag):
                 _check(schema, pointer)
+            for text in _expressions_in(tag):
+                _check_characters(spec, text)
+        else:
+            _check_characters(spec, spec.text)
         try:
             return self._compile(spec)
         except MemoryError:
@@ -177,6 +182,25 @@ def _schemas_in(value: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{at}/{key}", child
                 else:
                     waiting.append((f"{at}/{key}", child))
+
+
+def _expressions_in(value: Any) -> Iterator[str]:
+    """The regular expressions and grammars of a structural tag."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            yield from (item[key] for key in ("pattern", "grammar") if isinstance(item.get(key), str))
+            waiting += (child for key, child in item.items() if key != "json_schema")
+
+
+def _check_characters(spec: GrammarSpec, text: str) -> None:
+    position = half_character(text)
+    if position is not None:
+        problem = f"has half a character (a surrogate) at position {position}; write the character itself"
+        raise _error(spec.kind, problem, {"position": str(position)})
 
 
 def _cleaned(error: Exception) -> str:

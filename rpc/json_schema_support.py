@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rpc.grammar import half_character
+
 MAX_DEPTH = 128
 MAX_PARTS = 10_000
 MAX_COMPARISONS = 100_000
@@ -169,6 +171,9 @@ def _check_keywords(schema: Mapping[str, Any], types: tuple[str, ...], at: str) 
             continue  # has no effect
         if len(types) > 1 and key == "multipleOf" and "number" in types:
             raise UnsupportedSchema(f"{at}/{key}", "multipleOf can be kept to by integers only")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and half_character(pattern) is not None:
+        raise UnsupportedSchema(f"{at}/pattern", "pattern has half a character (a surrogate)")
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema or "format" in schema):
         raise UnsupportedSchema(f"{at}/pattern", "pattern beside minLength, maxLength or format cannot be kept to")
     if "format" in schema and ("minLength" in schema or "maxLength" in schema):
@@ -199,6 +204,8 @@ def _check_object(schema: Mapping[str, Any], at: str) -> None:
     if missing is not None:
         problem = f"required names {_quoted(missing)}, which is not among the properties"
         raise UnsupportedSchema(f"{at}/required", problem)
+    if any(half_character(pattern) is not None for pattern in _mapping(schema.get("patternProperties"))):
+        raise UnsupportedSchema(f"{at}/patternProperties", "a pattern has half a character (a surrogate)")
     if "patternProperties" in schema and (properties or schema.get("additionalProperties") not in (None, False)):
         raise UnsupportedSchema(
             f"{at}/patternProperties", "patternProperties beside properties or additionalProperties cannot be kept to"

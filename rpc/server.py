@@ -27,8 +27,8 @@ from grpc_health.v1.health import aio as health_aio
 from rpc import status
 from rpc.channels import SERVER_OPTIONS, Options
 from rpc.deadline import Deadline
-from rpc.errors import BatonError, ErrorCode
-from rpc.ids import check_request_id, new_request_id
+from rpc.errors import BatonError, ErrorCode, clean_text
+from rpc.ids import check_request_id, new_request_id, valid_request_id
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.reflection import enable_reflection
@@ -60,7 +60,27 @@ class RpcCall:
     tracestate: str = ""
 
 
+@dataclass(frozen=True)
+class RefusedCall:
+    """A call for which nothing was done: the method is unknown, the id is none, the message cannot be read or is too
+    large, the key is missing. `method` is the full name, or what the caller made up, cut short."""
+
+    method: str
+    known: bool  # whether there is such a method
+    request_id: str  # the caller's, or a new one
+    error: BatonError
+    private: bool = False
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+RefusedHook = Callable[[RefusedCall], None]
+
 _NOTED_KEYS = frozenset((PRIVATE_KEY, *TRACE_KEYS))
+_MAX_RECEIVED = "grpc.max_receive_message_length"
+# gRPC itself refuses a message with a status that has no code; so it takes some more than is allowed.
+_TAKEN_OF_LIMIT = 2
+_METHOD_TEXT = 128
 
 # What gRPC's own services end calls with: the health service with NOT_FOUND for a service that it does not know.
 _CODES_OF_OTHERS = {
@@ -75,7 +95,17 @@ def says_yes(value: str) -> bool:
 
 
 class _Unreadable:
-    """Stands for a request whose bytes cannot be parsed."""
+    """Stands for a request whose bytes are not taken, and says why not."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        self.code = code
+        self.message = message
+
+
+_NO_MESSAGE = _Unreadable(
+    ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
+    "the message cannot be read: it is no protobuf of this method, or text in it is not UTF-8",
+)
 
 
 class Methods(grpc.GenericRpcHandler):
@@ -85,9 +115,13 @@ class Methods(grpc.GenericRpcHandler):
     asyncio server would wait for a call of each of them apart, and go through them all at every call.
     """
 
-    def __init__(self, registry: Registry | None, max_rpc_s: float) -> None:
+    def __init__(
+        self, registry: Registry | None, max_rpc_s: float, max_bytes: int = 0, on_refused: RefusedHook | None = None
+    ) -> None:
         self._registry = registry
         self._max_rpc_s = max_rpc_s
+        self._max_bytes = max_bytes
+        self._on_refused = on_refused
         self._added: list[grpc.GenericRpcHandler] = []
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
@@ -112,6 +146,8 @@ class Methods(grpc.GenericRpcHandler):
             # The path is the caller's invention, so it must not become a label.
             code = ErrorCode.METHOD_NOT_ALLOWED.name
             self._registry.inc("baton_rpc_requests_total", method=UNKNOWN_METHOD, code=code)
+        if self._on_refused is not None:
+            self._on_refused(_unknown_method(handler_call_details))
         return None
 
     def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
@@ -122,27 +158,25 @@ class Methods(grpc.GenericRpcHandler):
             writes_itself = inspect.iscoroutinefunction(body)
             return grpc.unary_stream_rpc_method_handler(
                 cast(Any, self._serving(method, body if writes_itself else _writing(body))),
-                _tolerant(handler.request_deserializer),
+                _tolerant(handler.request_deserializer, self._max_bytes),
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
             cast(Any, self._serving(method, handler.unary_unary)),
-            _tolerant(handler.request_deserializer),
+            _tolerant(handler.request_deserializer, self._max_bytes),
             handler.response_serializer,
         )
 
     def _serving(self, method: str, body: Callable[[Any, _Context], Awaitable[Any]]) -> object:
-        registry, max_rpc_s = self._registry, self._max_rpc_s
+        registry, max_rpc_s, on_refused = self._registry, self._max_rpc_s, self._on_refused
 
         async def serve(request: Any, context: _Context) -> Any:
             scope = _CallScope(method, context, max_rpc_s, registry)
             try:
                 scope.enter()
                 if type(request) is _Unreadable:
-                    raise BatonError(
-                        ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
-                        "the message cannot be read: it is no protobuf of this method, or text in it is not UTF-8",
-                    )
+                    raise BatonError(request.code, request.message)
+                scope.handled = True
                 if scope.has_own_deadline:  # gRPC cancels this task when it passes
                     answer = await body(request, context)
                 else:
@@ -152,6 +186,8 @@ class Methods(grpc.GenericRpcHandler):
                     context.set_trailing_metadata(scope.trailing())
                 return answer
             except BaseException as error:
+                if on_refused is not None and isinstance(error, BatonError) and scope.refuses_with(error):
+                    on_refused(scope.refused(error))
                 await scope.failed(error)
                 raise
             finally:
@@ -160,14 +196,32 @@ class Methods(grpc.GenericRpcHandler):
         return serve
 
 
-def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Bytes that cannot be parsed become `_Unreadable`: left to gRPC, they would be UNKNOWN without details."""
+def _unknown_method(details: grpc.HandlerCallDetails) -> RefusedCall:
+    given = {key: value for key, value in details.invocation_metadata or () if isinstance(value, str)}
+    request_id = given.get(REQUEST_ID_KEY, "")
+    return RefusedCall(
+        method=clean_text(str(details.method).lstrip("/"), _METHOD_TEXT),
+        known=False,
+        request_id=request_id if valid_request_id(request_id) else new_request_id(),
+        error=BatonError(ErrorCode.METHOD_NOT_ALLOWED, "this server has no such method"),
+        private=says_yes(given.get(PRIVATE_KEY, "")),
+    )
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None, max_bytes: int) -> Callable[[bytes], Any]:
+    """Bytes that cannot be parsed, or are more than `max_bytes` (0: any number), become `_Unreadable`: left to gRPC,
+    they would be an error without details."""
+    too_large = _Unreadable(
+        ErrorCode.PAYLOAD_TOO_LARGE, f"the message is larger than the {max_bytes} bytes that this server takes"
+    )
 
     def parse(data: bytes) -> Any:
+        if 0 < max_bytes < len(data):
+            return too_large
         try:
             return data if deserialize is None else deserialize(data)
         except (DecodeError, ValueError):
-            return _Unreadable()
+            return _NO_MESSAGE
 
     return parse
 
@@ -220,6 +274,7 @@ class _CallScope:
         self.context = context
         self.request_id = ""
         self.request_id_given = False
+        self.handled = False  # whether the handler has seen it
         self.noted: dict[str, str] = {}
         remaining = context.time_remaining()
         self.has_own_deadline = remaining is not None
@@ -246,6 +301,23 @@ class _CallScope:
         # gRPC serves each call in a task of its own, so these end with the task.
         _scope.set(self)
         request_id_var.set(self.request_id)
+
+    def refuses_with(self, error: BatonError) -> bool:
+        """Whether nothing was done for the caller: its handler has not seen the call, or asks for a key first."""
+        return not self.handled or error.code is ErrorCode.UNAUTHENTICATED
+
+    def refused(self, error: BatonError) -> RefusedCall:
+        """This call, of which its handler books nothing."""
+        self.request_id = self.request_id or new_request_id()
+        return RefusedCall(
+            method=self.method,
+            known=True,
+            request_id=self.request_id,
+            error=error,
+            private=says_yes(self.noted.get(PRIVATE_KEY, "")),
+            traceparent=self.noted.get("traceparent", ""),
+            tracestate=self.noted.get("tracestate", ""),
+        )
 
     async def failed(self, error: BaseException) -> None:
         """Ends the call with the status of `error`, unless it has one already or nobody waits for it any more."""
@@ -366,16 +438,25 @@ class GrpcServer:
     """One listening gRPC server of a process.
 
     Add services, then `start`. Health is NOT_SERVING until `set_serving(True)`. `max_rpc_s` limits calls that
-    come without a deadline (0: no limit). `extra` options replace or extend SERVER_OPTIONS.
+    come without a deadline (0: no limit). `extra` options replace or extend SERVER_OPTIONS. `on_refused` is told of the
+    calls for which nothing was done; it must not block.
     """
 
     def __init__(
-        self, registry: Registry | None = None, *, max_rpc_s: float = 7200.0, extra: Options | None = None
+        self,
+        registry: Registry | None = None,
+        *,
+        max_rpc_s: float = 7200.0,
+        extra: Options | None = None,
+        on_refused: RefusedHook | None = None,
     ) -> None:
         options = dict(SERVER_OPTIONS)
         options.update(dict(extra or []))
+        max_bytes = int(options.get(_MAX_RECEIVED, 0))
+        if max_bytes > 0:
+            options[_MAX_RECEIVED] = _TAKEN_OF_LIMIT * max_bytes
         self._server = grpc.aio.server(options=list(options.items()))
-        self._methods = Methods(registry, max_rpc_s)
+        self._methods = Methods(registry, max_rpc_s, max_bytes, on_refused)
         self._server.add_generic_rpc_handlers((self._methods,))
         self._health = health_aio.HealthServicer()
         self._services: list[str] = []

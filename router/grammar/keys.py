@@ -30,6 +30,10 @@ _STRUCTURED = {
     "structural_tag": "structural_tag",
     "json_object": "json_object",
 }
+_ENDS = frozenset(("json_object", "json_schema", "choice"))
+# Of `response_format` and its `json_schema`, which have members that only explain.
+_FORMAT_KEYS = frozenset(("type", "json_schema"))
+_FORMAT_SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
 KEYS = ("json_schema", "regex", "choice", "ebnf", "structural_tag", *_GUIDED)
 
 
@@ -39,6 +43,7 @@ class AskedGrammar:
 
     spec: GrammarSpec
     field: str
+    ends: bool = False  # its texts end by themselves: once one is complete, nothing can follow
 
 
 def read_grammar(body: Mapping[str, Any]) -> AskedGrammar | None:
@@ -57,7 +62,7 @@ def _asked(body: Mapping[str, Any]) -> Iterator[AskedGrammar]:
     for key in KEYS:
         value = body.get(key)
         if value is not None:
-            yield AskedGrammar(grammar_of(_GUIDED.get(key, key), value, key), key)
+            yield asked_grammar(_GUIDED.get(key, key), value, key, key)
     nested = body.get("structured_outputs")
     if nested is not None:
         if not isinstance(nested, Mapping):
@@ -65,10 +70,27 @@ def _asked(body: Mapping[str, Any]) -> Iterator[AskedGrammar]:
         for key, value in nested.items():
             if key in _STRUCTURED and value is not None and value is not False:
                 name = f"structured_outputs.{key}"
-                yield AskedGrammar(grammar_of(_STRUCTURED[key], value, name), "structured_outputs")
+                yield asked_grammar(_STRUCTURED[key], value, name, "structured_outputs")
     spec = response_format(body.get("response_format"))
     if spec is not None:
-        yield AskedGrammar(spec, "response_format")
+        yield AskedGrammar(spec, "response_format", spec.kind.value in _ENDS)
+
+
+def asked_grammar(key: str, value: Any, name: str, field: str) -> AskedGrammar:
+    """The grammar under one of the common names; see `grammar_of`."""
+    return AskedGrammar(grammar_of(key, value, name), field, key in _ENDS)
+
+
+def unknown_keys(body: Mapping[str, Any]) -> Iterator[str]:
+    """Members of the objects that ask for a grammar which mean nothing here, as `field.member`."""
+    for field, known in (("structured_outputs", _STRUCTURED.keys()), ("response_format", _FORMAT_KEYS)):
+        value = body.get(field)
+        # A structural tag is handed on as it is.
+        if isinstance(value, Mapping) and (field, value.get("type")) != ("response_format", "structural_tag"):
+            yield from (f"{field}.{key}" for key in value if key not in known)
+            schema = value.get("json_schema")
+            if field == "response_format" and isinstance(schema, Mapping):
+                yield from (f"{field}.json_schema.{key}" for key in schema if key not in _FORMAT_SCHEMA_KEYS)
 
 
 def grammar_of(key: str, value: Any, name: str) -> GrammarSpec:

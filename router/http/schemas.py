@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from router.grammar.keys import AskedGrammar, read_grammar
+from router.grammar.keys import AskedGrammar, read_grammar, unknown_keys
 from router.http.body import json_type
 from router.tools.request import check_tool_message, read_tools
 from router.validation import GenerationParams, out_of_range
@@ -157,9 +158,13 @@ class Body(BaseModel):
             body = cls.model_validate(content)
         except ValidationError as error:
             raise _wrong_type(error) from None
-        for name in body.model_extra or {}:
+        for name in body.unknown_fields():
             note_unknown(name)
         return body
+
+    def unknown_fields(self) -> Iterable[str]:
+        """What the client sent that means nothing here."""
+        return self.model_extra or ()
 
 
 def note_unknown(name: str) -> None:
@@ -236,6 +241,13 @@ class GenerationBody(Body):
     structured_outputs: Any = None
     kv_transfer_params: Any = None
     can_use_pd_separation: Bool = None
+
+    def unknown_fields(self) -> Iterable[str]:
+        yield from super().unknown_fields()
+        if self.stream_options is not None:
+            yield from (f"stream_options.{name}" for name in self.stream_options.model_extra or ())
+        if self.structured_outputs is not None or self.response_format is not None:
+            yield from unknown_keys(self.__dict__)
 
     def _params(self, api: Literal["chat", "completions"]) -> GenerationParams:
         if self.kv_transfer_params is not None:

@@ -109,7 +109,7 @@ GENERATION_ROWS: tuple[Row, ...] = (
     Row("a key without scheme", call("router", "Generation/Abort", b"", metadata=(("authorization", "x"),)), 40100),
     Row("an unknown method", call("router", "Generation/Nothing", b""), 0, status=UNIMPLEMENTED),
     Row("a service that is elsewhere", call("router", "Prefill/Prefill", b""), 0, status=UNIMPLEMENTED),
-    Row("17 MiB at once", call("router", "Generation/Generate", b"\x1a" + HUGE), 0, status=TOO_LARGE),
+    Row("17 MiB at once", call("router", "Generation/Generate", b"\x1a" + HUGE), 41300, ("16777216",)),
 )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ SERVER_ROWS: tuple[Row, ...] = (
         input=good_input(), hold_kv=True).SerializeToString() + field(1, field(3, b"\xff" * 9 + b"\x01"))), 8101,
         (str(2**32 - 1),)),
     Row("prefill: Decode is elsewhere", call("prefill", "Decode/Decode", b""), 0, status=UNIMPLEMENTED),
-    Row("prefill: 17 MiB at once", call("prefill", "Prefill/Prefill", b"\x0a" + HUGE), 0, status=TOO_LARGE),
+    Row("prefill: 17 MiB at once", call("prefill", "Prefill/Prefill", b"\x0a" + HUGE), 41300, ("16777216",)),
     Row("decode: neither source nor local", call("decode", "Decode/Decode", lambda: decode_pb2.DecodeRequest(
         input=good_input())), 604, ("kv_source or local_prefill",)),
     Row("decode: text is not UTF-8", call("decode", "Decode/Decode", field(1, field(2, NO_UTF8))), 604, ("UTF-8",)),

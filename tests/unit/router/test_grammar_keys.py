@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.grammar.keys import read_grammar
+from router.grammar.keys import read_grammar, unknown_keys
 from router.http.schemas import ChatBody, CompletionBody
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import MAX_GRAMMAR_BYTES, GrammarKind
@@ -91,6 +91,55 @@ def test_grammar_when_the_fields_are_wrong_then_604_names_the_field(body: dict[s
         read_grammar(body)
     assert caught.value.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
     assert caught.value.param == param
+
+
+def test_members_when_they_mean_nothing_then_each_is_named_and_a_structural_tag_is_left_alone() -> None:
+    body = {
+        "structured_outputs": {"regex": "a", "disable_any_whitespace": True},
+        "response_format": {"type": "json_schema", "x": 1, "json_schema": {"name": "n", "schema": {}, "y": 2}},
+    }
+    assert list(unknown_keys(body)) == [
+        "structured_outputs.disable_any_whitespace",
+        "response_format.x",
+        "response_format.json_schema.y",
+    ]
+    assert list(unknown_keys({"response_format": TAG, "structured_outputs": 3})) == []
+
+
+def test_members_when_they_mean_nothing_then_they_are_ignored_and_logged_once_for_each_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        body = {
+            "prompt": "x", "stream": True, "stream_options": {"include_usage": True, "unknown_of_stream": 1},
+            "structured_outputs": {"regex": "a", "unknown_of_grammar": 1},
+        }  # fmt: skip
+        params = CompletionBody.parse(body).params()
+        assert params.grammar is not None and params.grammar.spec.text == "a"
+    lines = [record.getMessage() for record in caplog.records if "unknown_of_" in record.getMessage()]
+    assert [line.rpartition(" ")[2] for line in lines] == [
+        "'stream_options.unknown_of_stream'",
+        "'structured_outputs.unknown_of_grammar'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "ends"),
+    [
+        ({"choice": ["a"]}, True),
+        ({"guided_choice": ["a"]}, True),
+        ({"json_schema": SCHEMA}, True),
+        ({"structured_outputs": {"json_object": True}}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"regex": "a*"}, False),
+        ({"ebnf": "root ::= x"}, False),
+        ({"response_format": TAG}, False),
+    ],
+)
+def test_texts_when_they_end_by_themselves_then_the_grammar_says_so(body: dict[str, Any], ends: bool) -> None:
+    asked = read_grammar(body)
+    assert asked is not None
+    assert asked.ends is ends
 
 
 @pytest.mark.parametrize("beams", [{"use_beam_search": True}, {"num_beams": 2}])

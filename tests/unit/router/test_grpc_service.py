@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
-from router.grpc_service import SERVICE, GenerationService, GrpcServices
+from router.grpc_service import SERVICE, GenerationService, GrpcServices, account_for_refused
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.validation import RequestValidator
@@ -43,7 +43,9 @@ async def running_api(api_keys: tuple[str, ...] = (), **options: object) -> Asyn
     async with running_cluster(**options) as cluster:
         tokenizer = Tokenizer(byte_level())
         template = ChatTemplate(CHATML, source="test", special_tokens={})
-        server = GrpcServer(cluster.metrics)
+        server = GrpcServer(
+            cluster.metrics, on_refused=lambda call: account_for_refused(call, cluster.open_requests, cluster.access)
+        )
         services = GrpcServices(
             serving=cluster.orchestrator,
             open_requests=cluster.open_requests,
@@ -266,12 +268,13 @@ async def test_generate_when_the_clients_deadline_passes_then_603():
 
 async def test_abort_when_the_request_is_open_then_its_stream_ends_with_abort():
     async with running_api() as api:
-        hold = Hold()
-        api.cluster.servers[1].at["token:3"] = hold
-        task = asyncio.create_task(api.generate(token_ids=ids(*PROMPT), sampling=sampling(), request_id="x"))
-        await hold.wait_reached()
-        assert (await api.stub.Abort(generation_pb2.AbortRequest(request_id="x"))).found
-        messages = await task
+        api.cluster.servers[1].at["token:3"] = Hold()
+        request = generation_pb2.GenerateRequest(token_ids=ids(*PROMPT), sampling=sampling(), request_id="x")
+        messages = []
+        async for message in api.stub.Generate(request, timeout=10):
+            messages.append(message)
+            if sum(len(m.tokens) for m in messages) == 3 and not message.finish_reason:
+                assert (await api.stub.Abort(generation_pb2.AbortRequest(request_id="x"))).found
         assert messages[-1].finish_reason == common_pb2.FINISH_REASON_ABORT
         assert [t.token_id for m in messages for t in m.tokens] == answer(PROMPT, 3)
         assert not (await api.stub.Abort(generation_pb2.AbortRequest(request_id="later"))).found
@@ -294,6 +297,34 @@ async def test_generate_when_its_id_is_none_then_the_refusal_has_its_line_under_
         assert parsed is not None and line["request_id"] == parsed.metadata["request_id"]
 
 
+@pytest.mark.parametrize(
+    ("method", "message", "key", "request_id", "code"),
+    [
+        ("Generate", b"", "right", "a b", ErrorCode.INVALID_PARAMS),
+        ("Generate", b"\x07garbage", "right", "r-1", ErrorCode.ERROR_GENERATE_CONFIG_FORMAT),
+        ("Generate", b"\x1a" + b"x" * (1 << 24), "right", "r-1", ErrorCode.PAYLOAD_TOO_LARGE),
+        ("Generate", b"", "wrong", "r-1", ErrorCode.UNAUTHENTICATED),
+        ("ListModels", b"", "wrong", "r-1", ErrorCode.UNAUTHENTICATED),
+        ("Abort", b"", "wrong", "r-1", ErrorCode.UNAUTHENTICATED),
+        ("Nothing", b"", "right", "r-1", ErrorCode.METHOD_NOT_ALLOWED),
+    ],
+)
+async def test_call_when_it_is_refused_before_anything_is_done_then_it_has_one_line_and_counts_if_it_is_a_request(
+    method, message, key, request_id, code
+):
+    async with running_api(api_keys=("right",)) as api:
+        call = api.channel.unary_unary(f"/{SERVICE}/{method}")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(message, timeout=10, metadata=(("authorization", f"Bearer {key}"), ("x-request-id", request_id)))
+        [line] = api.cluster.access.lines
+        assert (line["api"], line["code"]) == ("grpc", code.name)
+        assert (line["request_id"] == "r-1") is (request_id == "r-1")
+        counted = api.cluster.metrics.value(
+            "baton_request_errors_total", model_name="other", api="grpc", code=code.name, phase="before_first_token"
+        )
+        assert counted == (1 if method == "Generate" else None)
+
+
 async def test_list_models_when_servers_are_known_then_the_model_is_described():
     async with running_api() as api:
         [model] = (await api.stub.ListModels(generation_pb2.ListModelsRequest())).models
@@ -314,8 +345,9 @@ async def test_api_key_when_it_is_missing_or_wrong_then_every_method_is_refused(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await api.generate(token_ids=ids(*PROMPT), metadata=metadata, request_id="r1")
         assert code_of(caught.value) is ErrorCode.UNAUTHENTICATED
-        [line] = api.cluster.access.lines  # of a request, and of nothing else
+        *others, line = api.cluster.access.lines
         assert (line["request_id"], line["api"], line["code"]) == ("r1", "grpc", "UNAUTHENTICATED")
+        assert [other["method"].rpartition("/")[2] for other in others] == ["ListModels", "Abort"]
         for key in ("right", "second"):
             await api.stub.ListModels(
                 generation_pb2.ListModelsRequest(), metadata=(("authorization", f"Bearer {key}"),)

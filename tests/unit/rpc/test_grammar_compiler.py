@@ -75,6 +75,22 @@ def test_choice_when_it_has_any_characters_then_it_is_the_only_text(compiler: Gr
         ("ebnf", "root := 1", {"line": "1", "column": "6"}),
         ("regex", "(a", {"position": "3"}),
         ("regex", "\\p{L}", {"position": "1"}),
+        ("regex", "a\\ud800", {"position": "1"}),
+        ("regex", "[^\\uDFFF]", {"position": "2"}),
+        ("regex", "\\u{00d83d}\\u{de00}", {"position": "0"}),
+        ("ebnf", 'root ::= "\\ud83d\\ude00"', {"position": "10"}),
+        ("ebnf", "root ::= [\\U0000d800-\\U0000dfff]", {"position": "10"}),
+        ("json_schema", '{"type": "string", "pattern": "\\\\ud800"}', {"pointer": "/pattern"}),
+        (
+            "json_schema",
+            '{"type": "object", "patternProperties": {"\\\\ud800": {"type": "null"}}}',
+            {"pointer": "/patternProperties"},
+        ),
+        (
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "regex", "pattern": "\\\\ud800"}}',
+            {"position": "0"},
+        ),
         ("json_schema", '{"type": "object",\n }', {"line": "2", "column": "2"}),
         ("json_schema", '{"type": "objec"}', {}),
         ("json_schema", '{"const": NaN}', {}),
@@ -99,6 +115,11 @@ def test_compile_when_the_grammar_is_bad_then_604_with_the_parsers_position(
     assert error.metadata == {"cause": "grammar", **metadata}
     assert all(position in error.message for position in metadata.values())
     assert ".cc:" not in error.message and "\n" not in error.message
+
+
+@pytest.mark.parametrize("text", ["\\\\ud800", "\\ue000\\ud7ff", "\\u{1f600}", "ud800", "\\u0d80"])
+def test_regex_when_it_has_no_half_character_then_it_compiles(compiler: GrammarCompiler, text: str) -> None:
+    compiler.check(GrammarSpec(GrammarKind.REGEX, text))
 
 
 @pytest.mark.parametrize("text", ["root ::= root", 'root ::= "a" root'])

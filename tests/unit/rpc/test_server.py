@@ -17,9 +17,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.errors import BatonError, ErrorCode
+from rpc.ids import valid_request_id
 from rpc.metrics import Registry
 from rpc.reflection import V1, V1ALPHA
-from rpc.server import GrpcServer, RpcCall, current_call
+from rpc.server import GrpcServer, RefusedCall, RpcCall, current_call
 from rpc.status import from_rpc_error
 from tests.unit.rpc.waiting import until
 
@@ -77,7 +78,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 class Deployment:
     def __init__(self, max_rpc_s: float = 60.0) -> None:
         self.registry = Registry("prefill")
-        self.server = GrpcServer(self.registry, max_rpc_s=max_rpc_s)
+        self.refused: list[RefusedCall] = []
+        self.server = GrpcServer(self.registry, max_rpc_s=max_rpc_s, on_refused=self.refused.append)
         self.worker = Worker()
         self.server.add_service(worker_pb2_grpc.add_WorkerServicer_to_server, self.worker, SERVICE)
 
@@ -264,6 +266,41 @@ async def test_unknown_method_is_unimplemented_and_its_path_is_no_label() -> Non
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert d.registry.value("baton_rpc_requests_total", method="unknown", code="METHOD_NOT_ALLOWED") == 1
         assert b"Invented" not in d.registry.render()
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "request_id", "code"),
+    [
+        ("GetInfo", b"", "a b", ErrorCode.INVALID_PARAMS),
+        ("GetInfo", b"\x07garbage", "r-1", ErrorCode.ERROR_GENERATE_CONFIG_FORMAT),
+        ("GetInfo", b"\x0a\xff\xff\xff\x07" + b"x" * (16 << 20), "r-1", ErrorCode.PAYLOAD_TOO_LARGE),
+        ("Invented", b"", "r-1", ErrorCode.METHOD_NOT_ALLOWED),
+        ("Invented" * 100, b"", "a b", ErrorCode.METHOD_NOT_ALLOWED),
+    ],
+    ids=["id", "bytes", "size", "method", "long method"],
+)
+async def test_call_when_no_handler_sees_it_then_the_hook_is_told_and_the_caller_gets_the_code(
+    method: str, message: bytes, request_id: str, code: ErrorCode
+) -> None:
+    async with Deployment() as d:
+        call = d.channel.unary_unary(f"/{SERVICE}/{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(message, timeout=5, metadata=(("x-request-id", request_id), ("x-baton-private", "1")))
+        (refused,) = d.refused
+        assert refused.error.code is code
+        assert refused.known is (method == "GetInfo")
+        assert refused.private and len(refused.method) <= 128
+        if request_id == "r-1":
+            assert refused.request_id == "r-1"
+        else:
+            assert valid_request_id(refused.request_id)
+        if refused.known:
+            parsed = typed(caught.value)
+            assert (parsed.code, parsed.metadata["request_id"]) == (code, refused.request_id)
+            await d.settled(method, code.name)
+        assert not d.worker.calls
+        await d.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+        assert len(d.refused) == 1
 
 
 async def test_health_follows_serving_for_every_service_and_the_whole() -> None:
