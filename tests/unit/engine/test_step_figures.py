@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from engine.messages import Observation
+from engine.runner.batch import StepResult
 from tests.unit.engine.real_engine import RealEngine
 
 MOST = 14
@@ -31,3 +34,25 @@ def test_steps_when_they_run_then_each_touches_few_series_and_those_of_prompts_o
             if kind == "decode":
                 assert [one.name for one in news if one.name.startswith(PROMPT_FIGURES)] == []
         assert {"prefill", "decode"} <= kinds or "mixed" in kinds, kinds
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_decode_replay_when_its_rows_fill_the_graph_then_padding_is_absent(padding: int) -> None:
+    with RealEngine(role="decode") as engine:
+        execute = engine.core.runner.execute
+
+        def replayed(*arguments: object, **options: object) -> StepResult:
+            result = execute(*arguments, **options)
+            return dataclasses.replace(
+                result, decode_status="replayed", decode_graph_rows=len(result.rows) + padding
+            )  # what a runner with graphs of that size says
+
+        engine.core.runner.execute = replayed  # type: ignore[method-assign]
+        engine.add("a", [5, 6, 7, 8], max_tokens=4)
+        engine.run()
+        names = {one.name for one in engine.observations}
+        assert "baton_decode_cuda_graph_steps_total" in names
+        counted = {name for name in names if name.startswith("baton_decode_cuda_graph_padded_")}
+        padded = {f"baton_decode_cuda_graph_padded_{kind}_total" for kind in ("rows", "tokens")}
+        assert counted == (padded if padding else set())
+        assert engine.counted("baton_decode_cuda_graph_padded_rows_total") == 3 * padding

@@ -118,6 +118,15 @@ def test_batch_when_replayed_then_every_request_counts_and_the_replay_once():
     assert counts["prefill_cuda_graph_tokens_total:padding"] == 9
 
 
+def test_batch_when_it_fills_its_bucket_then_no_padding_is_counted():
+    engine = GraphEngine()
+    engine.add("a", range(5, 21), max_tokens=1)
+    engine.step()
+    assert engine.counts["prefill_cuda_graph_replays_total:16"] == 1
+    assert engine.counts["prefill_cuda_graph_tokens_total:real"] == 16
+    assert "prefill_cuda_graph_tokens_total:padding" not in engine.counts
+
+
 def test_front_when_later_outputs_say_otherwise_then_the_first_status_stays():
     request = FrontRequest(RunMode.LOCAL, DECODE_STAGES)
     request.note(RequestOutput("k", tokens=[TokenOutput(0, 5)], prefill=PrefillInfo(cuda_graph_status="replayed")))
