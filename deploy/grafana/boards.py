@@ -527,6 +527,28 @@ ROUTER = Board(
             ),
         ),
         Row(
+            "Prefix index",
+            (
+                Panel("Prompt tokens expected in a cache", "percentunit",
+                      (Query(_share(f'baton_router_prefix_tokens_total{{kind="predicted", {_PLACE}}}',
+                                    f"baton_prompt_tokens_total{{{_PLACE}}}", "instance"), "expected {{instance}}"),
+                       Query(_share(f'baton_router_prefix_tokens_total{{kind="actual", {_PLACE}}}',
+                                    f"baton_prompt_tokens_total{{{_PLACE}}}", "instance"), "found {{instance}}")),
+                      "Of all prompt tokens; found by the servers of those requests. With policies cache_aware and"
+                      " cost."),
+                Panel("Found of what was expected", "percentunit",
+                      (Query(_share(f'baton_router_prefix_tokens_total{{kind="actual", {_PLACE}}}',
+                                    f'baton_router_prefix_tokens_total{{kind="predicted", {_PLACE}}}', "instance"),
+                             "{{instance}}"),),
+                      "1: the guesses are right. Below: caches lose blocks before their requests come; above: servers"
+                      " have more than the router knows."),
+                Panel("Entries", "short", _gauge(f"baton_router_index_entries{{{_PLACE}}}", "instance"),
+                      "Blocks on servers, at most --prefix-index-entries."),
+                Panel("Memory", "bytes", _gauge(f"baton_router_index_bytes{{{_PLACE}}}", "instance"),
+                      "Of the index."),
+            ),
+        ),
+        Row(
             "Admission",
             (
                 Panel("Queue", "short", _gauge(f"baton_router_queue_depth{{{_PLACE}}}", "instance"),

@@ -238,6 +238,9 @@ QUIET = {
         ("kv_ledger", "Oldest hold"), ("kv_transfer", "Quarantine"), ("kv_ledger", "Tombstone hits"),
     },
     "nobody asks for a grammar": {("router", "Compiling grammars")},
+    "no policy looks at what is cached": {
+        ("router", "Prompt tokens expected in a cache"), ("router", "Found of what was expected"),
+    },
     "there is no GPU": {
         ("cuda_graphs", title) for title in (
             "Share of replayed prompts", "Replays by bucket", "Padding share", "Share of replayed steps", "Padding",

@@ -12,11 +12,6 @@ from rpc.metric_families import FAMILIES
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("rpc", "router", "front", "prefill_server", "decode_server", "cache_store", "engine")
 WAITING = {
-    "a prefix index of the router": (
-        "router_prefix_tokens_total",
-        "router_index_entries",
-        "router_index_bytes",
-    ),
     "asynchronous decoding": (
         "engine_host_gap_seconds",
         "async_decode_wait_seconds",
