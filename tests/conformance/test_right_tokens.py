@@ -157,9 +157,9 @@ def test_tokens_when_eight_requests_run_at_once_then_those_of_transformers(famil
         os.kill(engines[0], signal.SIGSTOP)
         opened = [family.client.open(prompt, TOKENS, salt="batch") for prompt in family.prompts]
         wait_for("eight loads", lambda: decode.page("/debug/ledger")["ranks"][0]["loading_requests"] == 8, 10.0)
-        wait_for("eight requests on the prefill server", lambda: len(prefill.requests()["open"]) == 8, 10.0)
         # And the decode server goes on with all of them at once.
         os.kill(engines[1], signal.SIGSTOP)
+        wait_for("eight requests on the prefill server", lambda: len(prefill.requests()["open"]) == 8, 10.0)
         os.kill(engines[0], signal.SIGCONT)
         for generation in opened:
             generation.wait_tokens(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from router.admission import Admission
@@ -24,7 +26,8 @@ class Clock:
 
 def move(cluster, clock, *, failures=0, code=ErrorCode.EXECUTION_EXCEPTION):
     """Servers that take their time on the clock: to reserve, to compute (`failures` times in vain), and before the
-    fourth token."""
+    fourth token, which waits until the first one was shown. Returns what is to be set then."""
+    shown = asyncio.Event()
     prefill = next(s for s in cluster.servers if s.role == "prefill")
     decode = next(s for s in cluster.servers if s.role == "decode")
     left = failures
@@ -41,11 +44,13 @@ def move(cluster, clock, *, failures=0, code=ErrorCode.EXECUTION_EXCEPTION):
             left -= 1
             raise BatonError(code)
 
-    def streaming():
+    async def streaming():
+        await shown.wait()
         clock.now += STREAM_S
 
     decode.at |= {"reserved": reserving, "token:3": streaming}
     prefill.at |= {"start": computing}
+    return shown
 
 
 def booked(cluster) -> dict[str, float]:
@@ -64,9 +69,10 @@ def booked(cluster) -> dict[str, float]:
 async def test_stages_when_attempts_fail_before_one_serves_then_each_bucket_is_exact(retries):
     clock = Clock()
     async with running_cluster(clock=clock, retry_budget_ratio=1.0) as cluster:
-        move(cluster, clock, failures=retries)
+        shown = move(cluster, clock, failures=retries)
         began = clock.now
-        await cluster.collect(make_request(PROMPT, 6))
+        async for _ in cluster.orchestrator.generate(make_request(PROMPT, 6)):
+            shown.set()
         attempts = retries + 1
         assert booked(cluster) == {
             "queue": 0.0,
