@@ -389,7 +389,7 @@ class CacheStoreAgent:
 
     def _do_publish(self, key: str, group: str, layer: int, upto_block: int, called_at: float) -> None:
         try:
-            fault("cache_store.publish", key=key)
+            fault("cache_store.publish", key=key, rank=self.identity.rank)
             self._table.publish(key, group, layer, upto_block)
         except BatonError as error:
             self._do_fail(key, error)
@@ -496,12 +496,15 @@ class CacheStoreAgent:
                 async with asyncio.timeout(wait_s):
                     await self._closing.wait()
             try:
-                self._table.tick(lambda key: not fault("cache_store.renew", key=key, side="prefill"))
+                self._table.tick(self._may_renew)
                 self._parking.expire()
                 self._pulling.tick()
                 self._changed()
             except Exception:
                 _log.exception("cache store: the clock's work failed")
+
+    def _may_renew(self, key: str) -> bool:
+        return not fault("cache_store.renew", key=key, side="prefill", rank=self.identity.rank)
 
     async def _shut_down(self, server: GrpcServer) -> None:
         error = BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; ask another server")

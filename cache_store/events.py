@@ -53,6 +53,7 @@ class LoadDone:
     seconds: float
     exposed_seconds: float
     events: Timeline = field(default_factory=list)
+    transport: str = "grpc"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class LoadFailed:
     retriable_here: bool
     events: Timeline = field(default_factory=list)
     foreign: bool = False
+    transport: str = "grpc"
 
 
 AgentEvent: TypeAlias = LeaseEnded | LoadDone | LoadFailed

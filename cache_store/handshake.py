@@ -10,6 +10,7 @@ from pathlib import Path
 from cache_store.checksum import MODES, stricter
 from cache_store.layout import AgentIdentity
 from cache_store.observations import GRPC, IPC
+from cache_store.tp_mapping import peer_map
 from cache_store.wire import out_of_range, require
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
@@ -132,13 +133,10 @@ def answer(
             f"the two servers differ in {', '.join(facts)}; pair servers of one model, block size and version",
             metadata=facts,
         )
-    large, small = max(request.tp_size, identity.tp_size), min(request.tp_size, identity.tp_size)
-    if large % small:
-        raise BatonError(
-            ErrorCode.ASYMMETRIC_TP_FAILED,
-            "the tensor-parallel sizes of the two servers do not divide; choose sizes of which one divides the other",
-            metadata={"tp_size": f"{request.tp_size} / {identity.tp_size}"},
-        )
+    try:
+        peer_map(identity.heads, request.tp_size, request.rank, identity.tp_size)
+    except BatonError as error:
+        raise error.with_context(tp_size=f"{request.tp_size} / {identity.tp_size}") from None
     transport = offer.choose(request.transports, request.host_id)
     return cache_store_pb2.HandshakeResponse(
         engine_id=identity.engine_id,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from cache_store.peers import OpenMemory
 from cache_store.pool import HostKvPool
 from cache_store.rows import Rows, block_rows
 from cache_store.staging import Slot, Staging, Ticket, settled
+from cache_store.tp_mapping import PeerShare
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 
@@ -184,16 +185,15 @@ class FetchLanding(_CopyLanding):
         wake: Callable[[], object],
         after: Ticket | None,
         memory: OpenMemory,
-        source_count: int,
-        source_id: int,
+        shares: Mapping[str, PeerShare],
         prove: Callable[[], Awaitable[object]],
         limits: FetchLimits,
     ) -> None:
+        """shares: of each group, the part of the peer's heads to read."""
         super().__init__(staging, wake, after)
         self._limits = limits
         self._memory = memory
-        self._source_count = source_count
-        self._source_id = source_id
+        self._shares = shares
         self._prove = prove
         self._proof: asyncio.Task[None] | None = None
         memory.hold()
@@ -204,15 +204,16 @@ class FetchLanding(_CopyLanding):
             late = "the request's deadline is too near for another read; allow it more time"
             load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
         wanted = load.expect(header, data.nbytes)
-        halves = self._source_count > 1 or wanted.partition_count > 1
+        share = self._shares[header.group]
+        halves = share.source_count > 1 or wanted.partition_count > 1
         target = _places(wanted, header, halves=halves)
         source = block_rows(
             header.group,
             header.layer,
             header.source_blocks,
             wanted.piece_bytes,
-            self._source_count,
-            self._source_id,
+            share.source_count,
+            share.source_id,
             halves=halves,
         )
         ring = self._staging.writes

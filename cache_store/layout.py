@@ -109,5 +109,10 @@ class AgentIdentity:
         if not 0 <= self.rank < self.tp_size:
             raise ValueError(f"rank {self.rank} is outside [0, tp_size {self.tp_size})")
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """KV heads of the whole model, by cache group."""
+        return {group.tag: group.total_kv_heads for group in self.groups}
+
     def group(self, tag: str) -> GroupLayout | None:
         return next((group for group in self.groups if group.tag == tag), None)

@@ -2,6 +2,9 @@
 
 States and transitions are those of docs/protocol.md, section "Lease". A lease ends exactly once (`take_ended`), and
 only when no reader holds its blocks.
+
+Several ranks of the decode server may read one rank's KV, each by loads of its own; the lease is released when every
+one of them has released it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from enum import StrEnum
 from cache_store.events import ExpiryCause, LeaseEnded, Outcome, Timeline
 from cache_store.layout import GroupLayout
 from cache_store.observations import Observe, ignore
-from cache_store.reader import Reader, ReaderState, WantedGroup
+from cache_store.reader import ONLY_RANK, Caller, Reader, ReaderState, WantedGroup
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode
 
@@ -27,6 +30,16 @@ class LeaseState(StrEnum):
     COMPUTED = "computed"  # staged; ends at `expires_at` unless renewed
     ENDING = "ending"  # its end is decided, but a reader still holds the blocks
     ENDED = "ended"
+
+
+@dataclass
+class Served:
+    """What one rank of the decode server has had of a lease."""
+
+    loads: int = 0
+    last: ReaderState | None = None  # how its last load ended
+    direct: bool = False  # it reads here itself, and may go on when the reader is closed
+    released: bool = False
 
 
 @dataclass
@@ -43,10 +56,11 @@ class Lease:
     state: LeaseState = LeaseState.RUNNING
     hold: bool = True
     result: common_pb2.PrefillResult | None = None
-    reader: Reader | None = None
+    readers: dict[int, Reader] = field(default_factory=dict)  # open ones, by rank of the decode server
+    served: dict[int, Served] = field(default_factory=dict)  # by rank of the decode server
+    group: tuple[int, ...] = ()  # ranks that have to release it; empty until the first of them has called
+    reader_tp_size: int = 0  # of their server
     published: int = 0  # how often a layer got further
-    loads: int = 0
-    last_load: ReaderState | None = None
     expires_at: float | None = None
     computed_at: float | None = None
     publish_seconds: float = 0.0
@@ -55,6 +69,27 @@ class Lease:
     error: BatonError | None = None  # what later and open loads end with, once the end is decided
     events: Timeline = field(default_factory=list)
     load_times: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def sent(self) -> bool:
+        """Everything was sent to every rank that reads it."""
+        return bool(self.group) and all(
+            rank in self.served and (self.served[rank].last is ReaderState.SENT or self.served[rank].released)
+            for rank in self.group
+        )
+
+    @property
+    def released(self) -> bool:
+        return bool(self.group) and all(rank in self.served and self.served[rank].released for rank in self.group)
+
+    @property
+    def unneeded(self) -> bool:
+        """Nobody reads it, and of those who have to do with it each has had its load. One that reads by itself may go
+        on when its load is closed, until it releases."""
+        return not self.readers and all(
+            rank in self.served and not (self.served[rank].direct and self.served[rank].last is ReaderState.SENT)
+            for rank in self.group
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +113,10 @@ def again(error: BatonError) -> BatonError:
         metadata=error.metadata,
         retry_after_s=error.retry_after_s,
     )
+
+
+def _served() -> BatonError:
+    return BatonError(ErrorCode.DUPLICATE_REQUEST, "this key was served and released already")
 
 
 def stale(kind: str, message: str) -> BatonError:
@@ -173,8 +212,7 @@ class LeaseTable:
         lease.published += 1
         if upto_block == len(lease.blocks[group]):
             self._mark_published(lease, group, (layer,))
-        if lease.reader is not None:
-            lease.reader.notify()
+        self._notify(lease)
 
     def computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float | None = None) -> None:
         """COMPUTED: the lease clock starts. Without `hold` the lease ends as soon as no reader is left.
@@ -195,9 +233,10 @@ class LeaseTable:
         lease.publish_seconds = max(0.0, now - lease.computed_at)
         lease.expires_at = now + self.lease_seconds
         self._mark(lease, "computed")
-        if lease.reader is not None:
-            lease.reader.notify()
-        elif not hold:
+        self._notify(lease)
+        if lease.released:
+            self._end(lease, "released", _served())
+        elif not hold and lease.unneeded:
             self._end(lease, "released", self._gone("the prompt's KV was not kept"))
 
     def fail(self, key: str, error: BatonError) -> bool:
@@ -233,8 +272,11 @@ class LeaseTable:
         wanted: tuple[WantedGroup, ...],
         chunk_bytes: int,
         direct: bool = False,
+        caller: Caller = ONLY_RANK,
     ) -> Reader | None:
-        """A reader of the key's blocks; None when the key is not admitted yet, so that the load has to be parked."""
+        """A reader of the key's blocks; None when the key is not admitted yet, so that the load has to be parked.
+
+        Each rank of the caller's server has one load open at a time, and one reload."""
         lease = self._leases.get(key)
         if lease is None:
             self._refuse_unknown(key, generation)
@@ -242,11 +284,12 @@ class LeaseTable:
         self._check_generation(lease, generation)
         if lease.error is not None:
             raise again(lease.error)
-        if lease.reader is not None:
+        served = self._of(lease, caller)
+        if caller.rank in lease.readers:
             raise BatonError(ErrorCode.DUPLICATE_REQUEST, "a load of this key is open already")
-        if lease.loads >= MAX_LOADS or (lease.last_load is ReaderState.SENT and generation is None):
+        if served.released or served.loads >= MAX_LOADS or (served.last is ReaderState.SENT and generation is None):
             raise BatonError(ErrorCode.DUPLICATE_REQUEST, "this key was served already, with its one reload")
-        if lease.loads and generation is None:
+        if served.loads and generation is None:
             raise BatonError(
                 ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
                 "reference.generation is required in a reload",
@@ -260,10 +303,13 @@ class LeaseTable:
                 raise self._out_of_range(
                     f"blocks [{group.first_block}, {group.end}) of {group.layout.tag!r}, staged are {have}"
                 )
-        lease.loads += 1
-        lease.reader = Reader(lease, wanted, chunk_bytes, self._clock(), direct)
+        self._attach(lease, caller, served)
+        served.loads += 1
+        served.direct = direct
+        reader = Reader(lease, wanted, chunk_bytes, self._clock(), direct, caller.rank)
+        lease.readers[caller.rank] = reader
         self._mark(lease, "load_opened")
-        return lease.reader
+        return reader
 
     def close_load(self, reader: Reader, sent: bool) -> None:
         """The reader lets go of the blocks. `sent`: everything and the result were handed over. Idempotent."""
@@ -271,13 +317,14 @@ class LeaseTable:
             return
         reader.state = ReaderState.SENT if sent else ReaderState.FAILED
         lease = reader.lease
-        lease.last_load = reader.state
-        lease.reader = None
+        lease.served[reader.rank].last = reader.state
+        del lease.readers[reader.rank]
         if reader.traceparent:
             lease.load_times.append((reader.traceparent, reader.called_ns, self._clock_ns()))
         if lease.state is LeaseState.ENDING:
-            self._finish(lease, lease.outcome, lease.error)
-        elif lease.state is LeaseState.COMPUTED and not lease.hold and not (sent and reader.direct):
+            if not lease.readers:
+                self._finish(lease, lease.outcome, lease.error)
+        elif lease.state is LeaseState.COMPUTED and not lease.hold and lease.unneeded:
             self._end(lease, "released", self._gone("the prompt's KV was not kept"))
         elif lease.state is LeaseState.COMPUTED:
             lease.expires_at = self._clock() + self.lease_seconds
@@ -308,8 +355,16 @@ class LeaseTable:
             lease.expires_at = self._clock() + self.lease_seconds
         return self.lease_seconds
 
-    def release(self, key: str, generation: int | None, complete: bool, cause: BatonError | None = None) -> bool:
-        """The decode server has everything, or gives up. False: no such lease, or it has ended; nothing was done.
+    def release(
+        self,
+        key: str,
+        generation: int | None,
+        complete: bool,
+        cause: BatonError | None = None,
+        caller: Caller = ONLY_RANK,
+    ) -> bool:
+        """A rank of the decode server has everything, or gives up. False: no such lease, or it has ended; nothing was
+        done. When one rank gives up, the lease ends for all.
 
         Raises KV_STALE_REFERENCE for another generation, INVALID_PARAMS for `complete` before everything was sent.
         """
@@ -320,14 +375,23 @@ class LeaseTable:
         if lease.error is not None:
             return False
         if complete:
-            if lease.last_load is not ReaderState.SENT:
+            served = self._of(lease, caller)
+            if caller.reads and served.last is not ReaderState.SENT:
                 raise BatonError(
                     ErrorCode.INVALID_PARAMS,
                     "complete must be false as long as the load has not ended",
                     param="complete",
                 )
-            served = BatonError(ErrorCode.DUPLICATE_REQUEST, "this key was served and released already")
-            return self._end(lease, "released", served)
+            if served.released:
+                return False
+            self._attach(lease, caller, served)
+            served.released = True
+            if lease.state is LeaseState.COMPUTED:
+                lease.expires_at = self._clock() + self.lease_seconds
+                # A rank that only releases may be earlier than the computation here, which still needs the blocks.
+                if lease.released:
+                    self._end(lease, "released", _served())
+            return True
         gone = self._gone("the decode server gave up the KV")
         if cause is not None:
             gone.with_context(cause=cause.code.name, cause_code=str(int(cause.code)))
@@ -347,17 +411,17 @@ class LeaseTable:
         for lease in list(self._leases.values()):
             if lease.state is not LeaseState.COMPUTED or lease.expires_at is None:
                 continue
-            reader = lease.reader
-            if reader is not None and (renewal_due or lease.expires_at <= now):
-                moving = now - max(reader.last_progress, lease.computed_at or 0.0) < self._load_stall_s
+            if lease.readers and (renewal_due or lease.expires_at <= now):
+                last = max(reader.last_progress for reader in lease.readers.values())
+                moving = now - max(last, lease.computed_at or 0.0) < self._load_stall_s
                 if moving and may_renew(lease.key):
                     lease.expires_at = now + self.lease_seconds
                     self._observe("kv_lease_renewals_total", source="open_load", result="ok")
             if lease.expires_at <= now:
-                if lease.last_load is ReaderState.SENT:
+                if lease.sent:
                     lease.cause = "never_released"
                 else:
-                    lease.cause = "load_stalled" if lease.loads else "never_loaded"
+                    lease.cause = "load_stalled" if lease.served else "never_loaded"
                 self._observe("kv_lease_expirations_total", cause=lease.cause)
                 self._end(lease, "expired", self._gone("the lease on the prompt's KV has expired", lease.cause))
         self._purge(now)
@@ -389,7 +453,7 @@ class LeaseTable:
         return self._tombstones
 
     def readers(self) -> int:
-        return sum(1 for lease in list(self._leases.values()) if lease.reader is not None)
+        return sum(len(lease.readers) for lease in list(self._leases.values()))
 
     def oldest_computed(self) -> float | None:
         """When the oldest staged KV was computed; None when none is staged."""
@@ -397,6 +461,28 @@ class LeaseTable:
         return min((at for at in staged if at is not None), default=None)
 
     # ---- inside
+
+    @staticmethod
+    def _notify(lease: Lease) -> None:
+        for reader in list(lease.readers.values()):
+            reader.notify()
+
+    @staticmethod
+    def _of(lease: Lease, caller: Caller) -> Served:
+        """What the caller has had of a lease. Raises DUPLICATE_REQUEST when another server reads it."""
+        if lease.group and (lease.group != caller.group or lease.reader_tp_size != caller.tp_size):
+            raise BatonError(
+                ErrorCode.DUPLICATE_REQUEST,
+                "another decode server loads this key",
+                metadata={"tp_size": f"{caller.tp_size} / {lease.reader_tp_size}"},
+            )
+        return lease.served.get(caller.rank) or Served()
+
+    @staticmethod
+    def _attach(lease: Lease, caller: Caller, served: Served) -> None:
+        lease.group = caller.group
+        lease.reader_tp_size = caller.tp_size
+        lease.served[caller.rank] = served
 
     @staticmethod
     def _gone(message: str, cause: str = "") -> BatonError:
@@ -432,10 +518,11 @@ class LeaseTable:
         lease.error = error
         lease.outcome = outcome
         lease.expires_at = None
-        if lease.reader is not None:
+        if lease.readers:
             lease.state = LeaseState.ENDING
-            lease.reader.stop = error
-            lease.reader.notify()
+            for reader in list(lease.readers.values()):
+                reader.stop = error
+                reader.notify()
         else:
             self._finish(lease, outcome, error)
         return True

@@ -27,6 +27,7 @@ class Parked:
     """One parked load. `notify` is called once, when it is no longer parked (not when it leaves by itself)."""
 
     key: str
+    rank: int  # of the decode server
     peer: str
     until: float
     state: ParkedState = ParkedState.PARKED
@@ -51,13 +52,15 @@ class ParkingTable:
         self._max_per_peer = max_per_peer
         self._max_wait_s = max_wait_s
         self._clock = clock
-        self._parked: dict[str, Parked] = {}
+        self._parked: dict[tuple[str, int], Parked] = {}
+        self._of_key: dict[str, list[Parked]] = {}
         self._per_peer: Counter[str] = Counter()
 
-    def park(self, key: str, peer: str) -> Parked:
-        """Raises DUPLICATE_REQUEST beside another load of the key, CACHE_STORE_PUSH_ITEM_FAILED at a bound."""
+    def park(self, key: str, peer: str, rank: int = 0) -> Parked:
+        """Raises DUPLICATE_REQUEST beside another load of the key by that rank of the decode server,
+        CACHE_STORE_PUSH_ITEM_FAILED at a bound."""
         self.expire()
-        if key in self._parked:
+        if (key, rank) in self._parked:
             raise BatonError(ErrorCode.DUPLICATE_REQUEST, "a load of this key is waiting already")
         if len(self._parked) >= self._max_entries or self._per_peer[peer] >= self._max_per_peer:
             raise BatonError(
@@ -65,18 +68,21 @@ class ParkingTable:
                 "too many loads wait for their prefill; try again later",
                 metadata={"parked": str(len(self._parked)), "parked_of_peer": str(self._per_peer[peer])},
             )
-        entry = Parked(key, peer, self._clock() + self._max_wait_s)
-        self._parked[key] = entry
+        entry = Parked(key, rank, peer, self._clock() + self._max_wait_s)
+        self._parked[key, rank] = entry
+        self._of_key.setdefault(key, []).append(entry)
         self._per_peer[peer] += 1
         return entry
 
     def admit(self, key: str) -> None:
-        """The request was admitted: its parked load, if any, may be opened."""
-        self._end(self._parked.get(key), ParkedState.ADMITTED, None)
+        """The request was admitted: its parked loads may be opened."""
+        for entry in self._of_key.get(key, ())[:]:
+            self._end(entry, ParkedState.ADMITTED, None)
 
     def refuse(self, key: str, error: BatonError) -> None:
         """The request failed or was aborted before it was admitted."""
-        self._end(self._parked.get(key), ParkedState.REFUSED, error)
+        for entry in self._of_key.get(key, ())[:]:
+            self._end(entry, ParkedState.REFUSED, error)
 
     def leave(self, entry: Parked) -> None:
         """The caller went away. Idempotent, and a no-op when the load is no longer parked."""
@@ -108,18 +114,22 @@ class ParkingTable:
         return None
 
     def close(self, error: BatonError) -> None:
-        for key in list(self._parked):
+        for key in list(self._of_key):
             self.refuse(key, error)
 
     def __len__(self) -> int:
         return len(self._parked)
 
-    def _end(self, entry: Parked | None, state: ParkedState, error: BatonError | None) -> None:
-        if entry is None or entry.state is not ParkedState.PARKED:
+    def _end(self, entry: Parked, state: ParkedState, error: BatonError | None) -> None:
+        if entry.state is not ParkedState.PARKED:
             return
         entry.state = state
         entry.error = error
-        del self._parked[entry.key]
+        del self._parked[entry.key, entry.rank]
+        of_key = self._of_key[entry.key]
+        of_key.remove(entry)
+        if not of_key:
+            del self._of_key[entry.key]
         self._per_peer[entry.peer] -= 1
         if not self._per_peer[entry.peer]:
             del self._per_peer[entry.peer]

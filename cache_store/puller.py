@@ -1,49 +1,39 @@
 """D's side of the cache store: keeps leases alive while requests are queued, and pulls their KV into the pool.
 
-A load has one leg per prefill rank that it reads from; with equal tensor-parallel sizes that is one. Each leg is one
-`Load` stream and the only writer of its blocks, and its task ends only after the copies that it has begun, so a load is
-quiescent as soon as its legs' tasks have ended.
+A load has one leg per prefill rank that it has to do with; with equal tensor-parallel sizes that is one. Each leg that
+reads is one `Load` stream (`leg_stream.py`) and the only writer of its blocks, so a load is quiescent as soon as its
+legs' tasks have ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
-
-import grpc
-import grpc.aio
-from google.protobuf.message import DecodeError
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from cache_store import wire
 from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed, Timeline
 from cache_store.handshake import Offer
-from cache_store.landing import FetchLanding, FetchLimits, HostLanding, Landing, StagedLanding
+from cache_store.job import Job, Leg, make_legs, reader_rank, reference
 from cache_store.layout import AgentIdentity
-from cache_store.load import Load, LoadState, WantedHere, breach
-from cache_store.observations import GRPC, IPC, Observe
-from cache_store.peers import OpenMemory, Peer, Peers, request_metadata
-from cache_store.pool import HostKvPool, KvPool
+from cache_store.leg_stream import LegStreams
+from cache_store.load import Load, LoadState
+from cache_store.observations import IPC, Observe
+from cache_store.peers import Peers
+from cache_store.pool import KvPool
 from cache_store.service import observe_failure
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging, Ticket
-from cache_store.tp_mapping import UNMAPPED, PeerShare, peer_address, read_plan
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault_async
-from rpc.status import from_rpc_error
 
 FAILURE_MARKER = "PD_CACHE_KEY_READ_FAILED"
 
-HELD_UP_S = 0.25  # a timer that is later than this has been held up together with its process
-
 _log = logging.getLogger(__name__)
-
-_NO_BYTES = memoryview(b"")
 
 # After these, P still holds the KV as far as D knows, and a second try may succeed.
 _RETRIABLE = frozenset(
@@ -63,49 +53,6 @@ _RETRIABLE = frozenset(
 )
 # After these, the key is another load's or another engine's: nothing of it may be released from here.
 _NOT_OURS = frozenset({ErrorCode.DUPLICATE_REQUEST, ErrorCode.PEER_RESTARTED, ErrorCode.KV_STALE_REFERENCE})
-
-
-@dataclass(eq=False)
-class _Leg:
-    """The part of a load that comes from one prefill rank."""
-
-    address: str
-    share: PeerShare
-    generation: int | None = None  # of an earlier load of the key, then of this one
-    transport: str = GRPC
-    load: Load | None = None
-    sent: bool = False  # the stream was opened, so P may have counted it
-    ended: float = 0.0  # reading of the clock
-    hold_until: float = 0.0  # its blocks are given back no sooner: a one-sided copy was not proven to have ended
-
-
-@dataclass(eq=False)
-class _Job:
-    """One load of one key."""
-
-    key: str
-    source: KvSourceRef
-    prompt_tokens: int
-    wanted: Mapping[str, tuple[int, Sequence[int]]]
-    deadline: float
-    reload: bool
-    began: float
-    after: Ticket | None  # the computation uses the blocks up to this point
-    traceparent: str = ""
-    legs: list[_Leg] = field(default_factory=list)
-    error: BatonError | None = None
-    failed: list[tuple[int, str]] = field(default_factory=list)  # peer rank and code of each failed leg, first first
-    task: asyncio.Task[None] | None = None
-    cancelled_at: float | None = None
-
-    def fail(self, error: BatonError) -> None:
-        if self.error is None:
-            self.error = error
-
-    @property
-    def transport(self) -> str:
-        """Label of the load's figures."""
-        return next((leg.transport for leg in self.legs if leg.sent), GRPC)
 
 
 @dataclass(eq=False)
@@ -134,7 +81,6 @@ class Puller:
     ) -> None:
         self._identity = identity
         self._pool = pool
-        self._staging = staging
         self._settings = settings
         self._observe = observe
         self._emit = emit
@@ -142,7 +88,8 @@ class Puller:
         self._clock = clock
         copies = None if staging is None else staging.copies
         self.peers = Peers(identity, settings, offer, copies, observe, clock)
-        self._jobs: dict[str, _Job] = {}
+        self._streams = LegStreams(identity, pool, staging, settings, self.peers, observe, clock)
+        self._jobs: dict[str, Job] = {}
         self._renewals: dict[str, tuple[KvSourceRef, asyncio.Task[None]]] = {}
         self._kept: dict[str, _Kept] = {}
 
@@ -172,7 +119,7 @@ class Puller:
         if key in self._jobs:
             raise ValueError(f"a load of {key} is open already")
         self.forget(key)
-        job = _Job(key, source, prompt_tokens, wanted, deadline, reload, began, after, traceparent)
+        job = Job(key, source, prompt_tokens, wanted, deadline, reload, began, after, traceparent)
         kept = self._kept.pop(key, None)
         try:
             job.legs = self._plan(job, kept)
@@ -199,7 +146,7 @@ class Puller:
             self._release_all(key, kept.source, kept.generations, error)
         elif renewal is not None:
             source = renewal[0]
-            addresses = (leg.address for leg in self._legs(source, None))
+            addresses = (leg.address for leg in make_legs(self._identity, source, {}))
             self._release_all(key, source, dict.fromkeys(addresses), error)
         else:
             return
@@ -231,24 +178,7 @@ class Puller:
 
     # ---- one load
 
-    def _legs(self, source: KvSourceRef, kept: _Kept | None) -> list[_Leg]:
-        if not source.addresses or source.tp_size != len(source.addresses):
-            raise BatonError(
-                ErrorCode.INVALID_PARAMS,
-                f"kv_source has {len(source.addresses)} addresses for tp_size {source.tp_size}",
-                param="kv_source",
-            )
-        shares = read_plan(
-            self._identity.groups[0].total_kv_heads, self._identity.tp_size, self._identity.rank, source.tp_size
-        )
-        legs = [_Leg(peer_address(source.addresses, share.peer_rank), share) for share in shares]
-        for leg in legs:
-            if leg.address == UNMAPPED:
-                raise BatonError(ErrorCode.ASYMMETRIC_TP_FAILED, metadata={"peer": UNMAPPED})
-            leg.generation = kept.generations.get(leg.address) if kept is not None else None
-        return legs
-
-    def _plan(self, job: _Job, kept: _Kept | None) -> list[_Leg]:
+    def _plan(self, job: Job, kept: _Kept | None) -> list[Leg]:
         """The legs of a load, after checking what the engine asked for."""
         for tag, (first_block, ids) in job.wanted.items():
             layout = self._identity.group(tag)
@@ -261,13 +191,13 @@ class Puller:
                 )
         if set(job.wanted) != {group.tag for group in self._identity.groups}:
             raise BatonError(ErrorCode.INVALID_PARAMS, "every cache group must be named in a load", param="wanted")
-        return self._legs(job.source, kept)
+        return make_legs(self._identity, job.source, kept.generations if kept is not None else {})
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self, job: Job) -> None:
         try:
             if job.error is None:
                 async with asyncio.TaskGroup() as legs:
-                    for leg in job.legs:
+                    for leg in job.reading():
                         legs.create_task(self._run_leg(job, leg))
         except asyncio.CancelledError:
             job.fail(BatonError(ErrorCode.CANCELLED, "the load was cancelled"))
@@ -275,18 +205,18 @@ class Puller:
             if job.error is None:  # every leg sets it before it raises
                 job.fail(BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, metadata={"error": str(group)}))
 
-    async def _run_leg(self, job: _Job, leg: _Leg) -> None:
+    async def _run_leg(self, job: Job, leg: Leg) -> None:
         try:
-            await self._pull(job, leg)
+            await self._streams.pull(job, leg)
         except asyncio.CancelledError:
             raise
         except BatonError as error:
-            job.failed.append((leg.share.peer_rank, error.code.name))
-            job.fail(error.with_context(peer=leg.address, peer_rank=str(leg.share.peer_rank)))
+            job.failed.append((leg.peer_rank, error.code.name))
+            job.fail(error.with_context(peer=leg.address, peer_rank=str(leg.peer_rank)))
             raise
         except Exception as error:  # of the pool, of gRPC, of a metric: ends the load, never leaks it
             _log.warning("loading %s failed", job.key, exc_info=error)
-            job.failed.append((leg.share.peer_rank, ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR.name))
+            job.failed.append((leg.peer_rank, ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR.name))
             job.fail(
                 BatonError(
                     ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
@@ -298,184 +228,9 @@ class Puller:
         finally:
             leg.ended = self._clock()
 
-    async def _pull(self, job: _Job, leg: _Leg) -> None:
-        await fault_async("cache_store.load_start", key=job.key, peer=leg.address)
-        peer, channel = await self._connect(job, leg)
-        # A peer that was lost a moment ago has no memory any more; whatever else is wrong with it, the call will show.
-        memory = peer.memory
-        leg.transport = GRPC if memory is None else IPC
-        settings = self._settings
-        load = leg.load = Load(
-            self._wanted(job, leg.share),
-            peer.checksum,
-            settings.load_progress_timeout_s,
-            settings.publish_timeout_s,
-            # What a one-sided transfer has led to is known before the request's deadline, not at it.
-            job.deadline if memory is None else job.deadline - settings.return_before_deadline_s,
-            self._clock,
-            observe=self._observe,
-            transport=leg.transport,
-        )
-        timeout = None if math.isinf(job.deadline) else max(0.001, job.deadline - self._clock())
-        stub: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{wire.SERVICE}/Load")
-        leg.sent = True
-        metadata = request_metadata(job.key)
-        if job.traceparent:
-            metadata += (("traceparent", job.traceparent),)
-        call = stub(self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=metadata)
-        landing = self._landing(job, leg, memory, load, call.cancel)
-        try:
-            await self._receive(load, call, landing)
-        except grpc.RpcError as exc:
-            # The call's own deadline is that of the request.
-            limited = not math.isinf(job.deadline)
-            error = from_rpc_error(exc, leg="cache_store", deadline_passed=limited, was_ready=True)
-            if error.code is ErrorCode.CANCELLED and "grpc_code" in error.metadata:  # by the peer, which stops
-                error = BatonError(
-                    ErrorCode.CONNECTION_RESET_BY_PEER,
-                    "the prefill server ended the load",
-                    metadata=error.metadata,
-                )
-            if error.code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR and "grpc_code" in error.metadata:
-                error.with_context(contract_breach="no_code", breach="a failure without a code")
-            self.peers.note_failure(leg.address, error)
-            raise load.fail(error) from None
-        except BatonError as error:
-            if error.code is ErrorCode.LOAD_CACHE_TIMEOUT:
-                self.peers.note_failure(leg.address, error)
-            raise
-        finally:
-            leg.generation = load.generation if load.generation is not None else leg.generation
-            call.cancel()
-            if landing.unproven:
-                leg.hold_until = self._clock() + settings.quarantine_s
-            await landing.quiet()
-
-    def _landing(
-        self, job: _Job, leg: _Leg, memory: OpenMemory | None, load: Load, wake: Callable[[], object]
-    ) -> Landing:
-        staging = self._staging
-        if staging is None:
-            assert isinstance(self._pool, HostKvPool)
-            return HostLanding(self._pool)
-        if memory is None:
-            return StagedLanding(staging, wake, job.after)
-        share = leg.share
-
-        async def prove() -> None:
-            await self.peers.renew(leg.address, self._reference(job.key, job.source, load.generation), reading=True)
-
-        limits = FetchLimits(
-            steal_at=job.deadline - self._settings.steal_before_deadline_s,
-            wait_s=self._settings.transfer_wait_timeout_s,
-            clock=self._clock,
-        )
-        return FetchLanding(staging, wake, job.after, memory, share.source_count, share.source_id, prove, limits)
-
-    async def _connect(self, job: _Job, leg: _Leg) -> tuple[Peer, grpc.aio.Channel]:
-        """The peer, after a handshake, and a channel to it that is connected."""
-        try:
-            async with asyncio.timeout(None if math.isinf(job.deadline) else job.deadline - self._clock()):
-                peer = await self.peers.ready(leg.address, job.source.engine_id)
-                return peer, (await self.peers.bulk_connection(leg.address)).channel
-        except TimeoutError:
-            raise BatonError(
-                ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"
-            ) from None
-
-    async def _receive(self, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any], landing: Landing) -> None:
-        """Reads the stream to its end, as long as the load allows it to take."""
-        watch = _Watch(load, call.cancel, self._clock)
-        try:
-            while True:
-                message = await call.read()
-                if message is grpc.aio.EOF:
-                    break
-                await self._consume(load, cast(bytes, message), landing)
-                watch.moved()
-        except asyncio.CancelledError:
-            if watch.fired:
-                raise load.on_timeout() from None
-            landing.check(load)
-            raise
-        finally:
-            watch.stop()
-        load.on_end()
-
-    async def _consume(self, load: Load, message: bytes, landing: Landing) -> None:
-        try:
-            piece = wire.split_piece(message)
-            if piece is not None:
-                await landing.store(load, *piece)
-                return
-            event = pb.LoadEvent.FromString(message)
-        except DecodeError:
-            load.fail_with(breach("an event that cannot be parsed"))
-        kinds = [
-            event.HasField("pieces"),
-            event.HasField("started"),
-            event.HasField("done"),
-            event.state != 0,
-            len(event.notices) > 0,
-        ]
-        if sum(kinds) != 1:
-            load.fail_with(breach("an event of no kind, or of two"))
-        if event.HasField("pieces"):
-            await landing.store(load, event.pieces, memoryview(event.data))
-        elif event.notices:
-            for header in event.notices:
-                await landing.store(load, header, _NO_BYTES)
-        elif event.HasField("started"):
-            load.on_started(event.started)
-        elif event.HasField("done"):
-            await landing.settle(load)
-            load.on_done(event.done)
-        else:
-            load.on_state(event.state)
-
-    def _wanted(self, job: _Job, share: PeerShare) -> tuple[WantedHere, ...]:
-        groups = []
-        for tag, (first_block, ids) in job.wanted.items():
-            layout = self._identity.group(tag)
-            assert layout is not None  # checked by _plan
-            ranges = layout.partition_ranges(share.dest_count, share.dest_id)
-            size = sum(stop - start for start, stop in ranges)
-            groups.append(WantedHere(layout, first_block, list(ids), size, ranges, share.dest_count, share.dest_id))
-        return tuple(groups)
-
-    def _request(self, job: _Job, leg: _Leg, load: Load) -> pb.LoadRequest:
-        reference = self._reference(job.key, job.source, leg.generation)
-        return pb.LoadRequest(
-            reference=reference,
-            wanted=[
-                pb.WantedBlocks(
-                    group=item.layout.tag,
-                    block_size=item.layout.block_size,
-                    first_block=item.first_block,
-                    num_blocks=len(item.block_ids),
-                    block_bytes=item.piece_bytes,
-                    num_layers=item.layout.num_layers,
-                    partition_count=leg.share.source_count,
-                    partition_id=leg.share.source_id,
-                )
-                for item in load.wanted
-            ],
-            prompt_tokens=job.prompt_tokens,
-            checksum=load.checksum_mode,
-            chunk_bytes=self._settings.chunk_bytes,
-            transport=leg.transport,
-        )
-
-    @staticmethod
-    def _reference(key: str, source: KvSourceRef, generation: int | None) -> pb.KvReference:
-        reference = pb.KvReference(engine_id=source.engine_id, request_key=key)
-        if generation is not None:
-            reference.generation = generation
-        return reference
-
     # ---- its end
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         """The tasks of the load have ended. Its end follows at once, unless blocks have to be held."""
         hold_s = max((leg.hold_until for leg in job.legs), default=0.0) - self._clock()
         if hold_s > 0:
@@ -483,7 +238,7 @@ class Puller:
         else:
             self._finish(job)
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         """The load's one end: figures, word to P, event. No task of the load runs any more.
 
         Whatever goes wrong here, exactly one event comes out: the engine waits for it.
@@ -501,9 +256,9 @@ class Puller:
             job.fail(BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "booking the load failed", metadata=what))
         self._emit(event if event is not None else self._failed(job, loads, events))
 
-    def _done(self, job: _Job, loads: Sequence[Load], events: Timeline) -> LoadDone | None:
+    def _done(self, job: Job, loads: Sequence[Load], events: Timeline) -> LoadDone | None:
         """The event of a load that is complete; None when it is not."""
-        complete = job.error is None and len(loads) == len(job.legs)
+        complete = job.error is None and len(loads) == sum(1 for _ in job.reading())
         if not complete or any(load.state is not LoadState.COMPLETE for load in loads):
             return None
         result = loads[0].result
@@ -514,28 +269,21 @@ class Puller:
         self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
         self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
         self._observe("kv_transfer_size_bytes", size, transport=job.transport)
-        if len(job.legs) > 1:
-            ranks = [leg.ended - job.began for leg in job.legs]
-            self._observe("load_rank_seconds", min(ranks), stat="min")
-            self._observe("load_rank_seconds", max(ranks), stat="max")
         self._release_all(job.key, job.source, {leg.address: leg.generation for leg in job.legs}, None)
-        return LoadDone(job.key, result, size, now - job.began, exposed, events)
+        return LoadDone(job.key, result, size, now - job.began, exposed, events, job.transport)
 
-    def _failed(self, job: _Job, loads: Sequence[Load], events: Timeline) -> LoadFailed:
+    def _failed(self, job: Job, loads: Sequence[Load], events: Timeline) -> LoadFailed:
         """The event of a load that failed. Its figures and its line in the log are worth less than the event."""
         now = self._clock()
         generations = {leg.address: leg.generation for leg in job.legs}
         delivered = sum(load.delivered for load in loads)
         error = job.error or BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "the load ended without a cause")
-        wanted = sum(
-            len(ids) * layout.num_layers * max(1, len(job.legs))
-            for tag, (_, ids) in job.wanted.items()
-            if (layout := self._identity.group(tag)) is not None
-        )
+        wanted = self._pieces_wanted(job)
         missing = wanted - delivered
         error.metadata.update(delivered=str(delivered), missing=str(missing))
+        error.with_context(channel=job.transport)
         if len(job.legs) > 1 and job.failed:
-            error.metadata["ranks"] = ", ".join(f"{rank}: {code}" for rank, code in job.failed)
+            error.metadata["peer_ranks"] = statuses(job.failed)
         try:
             self._report(job, error, delivered, wanted, now)
         except Exception as defect:
@@ -557,9 +305,15 @@ class Puller:
             self._release_all(job.key, job.source, generations, error)
         # With ipc, bytes that were read late may be those of another request.
         foreign = any(leg.transport == IPC and leg.sent for leg in job.legs)
-        return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign)
+        return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign, job.transport)
 
-    def _report(self, job: _Job, error: BatonError, delivered: int, wanted: int, now: float) -> None:
+    def _pieces_wanted(self, job: Job) -> int:
+        """Blocks x layers of all streams; one stream's worth when the load was refused before it had any."""
+        layers = {group.tag: group.num_layers for group in self._identity.groups}
+        groups = [tag for leg in job.reading() for tag in leg.shares] or list(job.wanted)
+        return sum(len(job.wanted[tag][1]) * layers.get(tag, 0) for tag in groups)
+
+    def _report(self, job: Job, error: BatonError, delivered: int, wanted: int, now: float) -> None:
         outcome = "failed" if job.cancelled_at is None else "aborted"
         self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome=outcome)
         if job.cancelled_at is not None:
@@ -574,7 +328,7 @@ class Puller:
                        error.metadata.get("breach", error.breach), extra={"code": error.code.name})  # fmt: skip
         _log.warning(
             "%s request_id=%s request_key=%s rank=%d worker=%s peer=%s channel=%s grpc_code=%s remote_code=%d (%s) "
-            "finished=%d/%d cost_ms=%.0f ranks=[%s]: %s",
+            "finished=%d/%d cost_ms=%.0f peer_ranks=[%s]: %s",
             FAILURE_MARKER,
             job.key.partition("#")[0],
             job.key,
@@ -588,7 +342,7 @@ class Puller:
             delivered,
             wanted,
             1000 * (now - job.began),
-            ", ".join(f"{rank}: {code}" for rank, code in job.failed),
+            statuses(job.failed),
             error.message,
         )
 
@@ -596,7 +350,11 @@ class Puller:
         self, key: str, source: KvSourceRef, generations: Mapping[str, int | None], error: BatonError | None
     ) -> None:
         for address, generation in generations.items():
-            request = pb.ReleaseRequest(reference=self._reference(key, source, generation), complete=error is None)
+            request = pb.ReleaseRequest(
+                reference=reference(key, source, generation),
+                complete=error is None,
+                reader=reader_rank(self._identity),
+            )
             if error is not None:
                 request.cause.CopyFrom(wire.detail_of(error))
             self._spawn(self._release(address, request))
@@ -612,53 +370,24 @@ class Puller:
 
     async def _renew(self, key: str, source: KvSourceRef) -> None:
         """Until cancelled. An unknown key is no failure: P may not have admitted the request yet."""
-        legs = self._legs(source, None)
+        legs = make_legs(self._identity, source, {})
         lease_s = self._settings.lease_seconds
         while True:
             await asyncio.sleep(lease_s / 3)
             for leg in legs:
                 try:
-                    if await fault_async("cache_store.renew", key=key, side="decode"):
+                    if await fault_async("cache_store.renew", key=key, side="decode", rank=self._identity.rank):
                         continue
                     peer = await self.peers.ready(leg.address, source.engine_id)
                     lease_s = peer.lease_seconds
-                    await self.peers.renew(leg.address, self._reference(key, source, None))
+                    await self.peers.renew(leg.address, reference(key, source, None))
                 except BatonError as error:
                     _log.debug("renewal of %s at %s: %s", key, leg.address, error)
 
 
-class _Watch:
-    """Calls `give_up` once the load has waited too long; looks at the time only when it may have run out."""
-
-    def __init__(self, load: Load, give_up: Callable[[], object], clock: Callable[[], float]) -> None:
-        self.fired = False
-        self._load = load
-        self._give_up = give_up
-        self._clock = clock
-        self._arm()
-
-    def _arm(self) -> None:
-        self._due = max(self._load.wait_until(), self._clock())
-        self._timer = asyncio.get_running_loop().call_later(self._due - self._clock(), self._look)
-
-    def _look(self) -> None:
-        now = self._clock()
-        if now - self._due > HELD_UP_S and now < self._load.deadline:
-            self._load.held_up()
-        if self._load.wait_until() > now:
-            self._arm()
-        else:
-            self.fired = True
-            self._give_up()
-
-    def moved(self) -> None:
-        """The limit may have come nearer: the wait for the prefill to run is longer than that for a block."""
-        if self._load.wait_until() < self._due:
-            self._timer.cancel()
-            self._arm()
-
-    def stop(self) -> None:
-        self._timer.cancel()
+def statuses(failed: Iterable[tuple[int, str]]) -> str:
+    """`"<rank>: <status>, "` for each rank that failed, in the order in which they did."""
+    return "".join(f"{rank}: {status}, " for rank, status in failed)
 
 
 def abort_source(error: BatonError) -> str:

@@ -21,6 +21,23 @@ class ReaderState(StrEnum):
 
 
 @dataclass(frozen=True)
+class Caller:
+    """The rank of a decode server that loads or releases, out of `tp_size`.
+
+    `group`: all its ranks that have to do with this rank's KV, which is released when all of them have released it.
+    `reads` is False for one that only releases: it reads the same heads elsewhere.
+    """
+
+    rank: int = 0
+    tp_size: int = 1
+    group: tuple[int, ...] = (0,)
+    reads: bool = True
+
+
+ONLY_RANK = Caller()
+
+
+@dataclass(frozen=True)
 class WantedGroup:
     """Blocks [first_block, first_block + num_blocks) of all layers of a group; of each the given share of the heads."""
 
@@ -64,9 +81,17 @@ class Reader:
     """
 
     def __init__(
-        self, lease: Lease, wanted: tuple[WantedGroup, ...], chunk_bytes: int, now: float, direct: bool = False
+        self,
+        lease: Lease,
+        wanted: tuple[WantedGroup, ...],
+        chunk_bytes: int,
+        now: float,
+        direct: bool = False,
+        rank: int = 0,
     ) -> None:
+        """`rank`: of the decode server."""
         self.lease = lease
+        self.rank = rank
         self.wanted = wanted
         self.direct = direct
         self.state = ReaderState.OPEN

@@ -49,6 +49,7 @@ class Link:
     reader: Reader
     checksum: str  # mode
     context: grpc.aio.ServicerContext[Any, Any]
+    rank: int = 0  # of this side
     workers: Executor | None = None  # put large events together out of host memory
 
 
@@ -145,6 +146,7 @@ class Sender(ABC):
             group=run.wanted.layout.tag,
             layer=run.layer,
             block=block,
+            rank=self._link.rank,
         )
 
     def _header(self, run: Run, blocks: Sequence[int], **more: Any) -> pb.PieceHeader:

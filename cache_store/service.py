@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, cast
 
@@ -25,10 +25,11 @@ from cache_store.lease import LeaseTable, again
 from cache_store.observations import GRPC, IPC, Observe
 from cache_store.parking import ParkedState, ParkingTable
 from cache_store.pool import HostKvPool, KvPool
-from cache_store.reader import Reader, WantedGroup
+from cache_store.reader import Caller, Reader, WantedGroup
 from cache_store.sending import HostSender, Link, NoticeSender, Sender, StagedSender
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
+from cache_store.tp_mapping import PeerShare, peer_map, peers_of
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault_async
@@ -164,12 +165,14 @@ class CacheStoreService:
     async def release(self, data: bytes, context: _Context) -> bytes:
         request = wire.parse(pb.ReleaseRequest, data)
         _note_request(request.reference)
-        wire.require(request, "", "reference", "complete")
+        wire.require(request, "", "reference", "complete", "reader")
         generation = wire.check_reference(request.reference)
+        wire.check_reader(request.reader)
         cause = wire.error_of(request.cause) if request.HasField("cause") else None
         try:
             self._check_engine(request.reference)
-            found = self._table.release(request.reference.request_key, generation, request.complete, cause)
+            caller, _ = self._caller(request.reader)
+            found = self._table.release(request.reference.request_key, generation, request.complete, cause, caller)
         except BatonError as error:
             observe_failure(self._observe, error)
             raise
@@ -188,7 +191,8 @@ class CacheStoreService:
         wire.check_load(request)
         try:
             self._check_engine(request.reference)
-            await fault_async("cache_store.load_open", key=request.reference.request_key)
+            rank = str(self._identity.rank)
+            await fault_async("cache_store.load_open", key=request.reference.request_key, rank=rank)
             reader = await self._open(request, context.peer())
             reader.traceparent, reader.called_ns = current_traceparent(), called_ns
             await self._serve(reader, request, context)
@@ -201,7 +205,21 @@ class CacheStoreService:
         if reference.engine_id != self._identity.engine_id:
             raise handshake.restarted(reference.engine_id, self._identity.engine_id)
 
-    def _wanted(self, request: pb.LoadRequest) -> tuple[WantedGroup, ...]:
+    def _caller(self, reader: pb.ReaderRank) -> tuple[Caller, Mapping[str, PeerShare]]:
+        """The calling rank, and the share of each group that it reads here; none when it only releases.
+
+        Raises ASYMMETRIC_TP_FAILED, INVALID_PARAMS for a rank that has nothing to do with the heads here.
+        """
+        identity = self._identity
+        group = peers_of(identity.tp_size, identity.rank, reader.tp_size)
+        if reader.rank not in group:
+            allowed = f"[{group.start}, {group.stop}) for rank {identity.rank} of {identity.tp_size}"
+            raise wire.out_of_range("reader.rank", reader.rank, allowed)
+        plan = peer_map(identity.heads, reader.tp_size, reader.rank, identity.tp_size)
+        shares = next(reads.shares for reads in plan if reads.peer_rank == identity.rank)
+        return Caller(reader.rank, reader.tp_size, tuple(group), bool(shares)), shares
+
+    def _wanted(self, request: pb.LoadRequest, shares: Mapping[str, PeerShare]) -> tuple[WantedGroup, ...]:
         groups = []
         for index, item in enumerate(request.wanted):
             layout = self._identity.group(item.group)
@@ -230,13 +248,21 @@ class CacheStoreService:
                     f"wanted[{index}] differs from what is staged in {', '.join(differing)}",
                     metadata=differing,
                 )
+            share = shares.get(item.group)
+            if share is None or (item.partition_count, item.partition_id) != (share.source_count, share.source_id):
+                raise wire.out_of_range(
+                    f"wanted[{index}].partition_id",
+                    f"{item.partition_id} of {item.partition_count}",
+                    "nothing" if share is None else f"{share.source_id} of {share.source_count} for this reader",
+                )
             groups.append(
                 WantedGroup(layout, item.first_block, item.num_blocks, item.partition_count, item.partition_id)
             )
         return tuple(groups)
 
     async def _open(self, request: pb.LoadRequest, peer: str) -> Reader:
-        wanted = self._wanted(request)
+        caller, shares = self._caller(request.reader)
+        wanted = self._wanted(request, shares)
         reference = request.reference
         generation = reference.generation if reference.HasField("generation") else None
         direct = request.transport == IPC
@@ -247,13 +273,13 @@ class CacheStoreService:
 
         def try_open() -> Reader | None:
             return self._table.open_load(
-                reference.request_key, generation, request.prompt_tokens, wanted, chunk_bytes, direct
+                reference.request_key, generation, request.prompt_tokens, wanted, chunk_bytes, direct, caller
             )
 
         reader = try_open()
         if reader is not None:
             return reader
-        entry = self._parking.park(reference.request_key, peer)
+        entry = self._parking.park(reference.request_key, peer, caller.rank)
         woken = asyncio.Event()
         entry.notify = woken.set
         try:
@@ -273,7 +299,15 @@ class CacheStoreService:
 
     def _sender(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> Sender:
         link = Link(
-            self._settings, self._observe, self._clock, self.let_go, reader, request.checksum, context, self._workers
+            self._settings,
+            self._observe,
+            self._clock,
+            self.let_go,
+            reader,
+            request.checksum,
+            context,
+            self._identity.rank,
+            self._workers,
         )
         if reader.direct:
             return NoticeSender(link)

@@ -115,11 +115,19 @@ def check_reference(reference: cache_store_pb2.KvReference, prefix: str = "refer
     return reference.generation if reference.HasField("generation") else None
 
 
+def check_reader(reader: cache_store_pb2.ReaderRank) -> None:
+    """Presence and range of the caller's rank."""
+    require(reader, "reader.", "rank", "tp_size")
+    if reader.rank >= reader.tp_size:
+        raise out_of_range("reader.rank", reader.rank, f"[0, tp_size {reader.tp_size})")
+
+
 def check_load(request: cache_store_pb2.LoadRequest) -> None:
     """Presence and ranges of a load request, as far as they do not depend on what is staged."""
     require(request, "", "reference")
     check_reference(request.reference)
-    require(request, "", "wanted", "prompt_tokens", "checksum", "chunk_bytes")
+    require(request, "", "wanted", "prompt_tokens", "checksum", "chunk_bytes", "reader")
+    check_reader(request.reader)
     if request.prompt_tokens < 1:
         raise out_of_range("prompt_tokens", request.prompt_tokens, ">= 1")
     if request.checksum not in MODES:

@@ -12,10 +12,11 @@ stands for). `nth=N` lets only the N-th matching call through to the action (fro
 `engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning, so
 `request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
 
-Points: `request.admit` (role, request_key), `engine.stage` (stage, request_key), `engine.step` (kind, request_key of
-its first row), `engine.layer` (group, layer), `prefill.answer`, `decode.reserved` (request_key),
-`cache_store.load_start` (key, peer), `cache_store.load_open`, `cache_store.publish` (key), `cache_store.send_piece`
-(key, group, layer, block), `cache_store.renew` (key, side), `prefill_graph.capture`, `prefill_graph.prepare`.
+Points: `router.stage` (stage, request_id; any but queue), `request.admit` (role, request_key), `engine.stage` (stage,
+request_key), `engine.step` (kind, request_key of its first row), `engine.layer` (group, layer), `prefill.answer`,
+`decode.reserved` (request_key), `cache_store.load_start` (key, peer), `cache_store.load_open`, `cache_store.publish`
+(key), `cache_store.send_piece` (key, group, layer, block), `cache_store.renew` (key, side), all of them with the rank
+whose cache store it is, `prefill_graph.capture`, `prefill_graph.prepare`.
 """
 
 from __future__ import annotations

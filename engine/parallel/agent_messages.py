@@ -148,6 +148,7 @@ class LoadDoneHere(msgspec.Struct, frozen=True, array_like=True, tag="load_done"
     seconds: float
     exposed_seconds: float
     events: Timeline = []
+    transport: str = "grpc"
 
 
 class LoadFailedHere(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
@@ -160,6 +161,7 @@ class LoadFailedHere(msgspec.Struct, frozen=True, array_like=True, tag="load_fai
     retriable_here: bool
     foreign: bool = False
     events: Timeline = []
+    transport: str = "grpc"
 
 
 RankEvent: TypeAlias = LeaseEndedHere | LoadDoneHere | LoadFailedHere
@@ -188,6 +190,7 @@ def event_message(event: AgentEvent) -> RankEvent:
                 event.seconds,
                 event.exposed_seconds,
                 event.events,
+                event.transport,
             )
         case LoadFailed():
             return LoadFailedHere(
@@ -198,6 +201,7 @@ def event_message(event: AgentEvent) -> RankEvent:
                 event.retriable_here,
                 event.foreign,
                 event.events,
+                event.transport,
             )
         case _:
             assert_never(event)
@@ -226,6 +230,7 @@ def agent_event(message: RankEvent) -> AgentEvent:
                 message.seconds,
                 message.exposed_seconds,
                 message.events,
+                message.transport,
             )
         case LoadFailedHere():
             return LoadFailed(
@@ -236,6 +241,7 @@ def agent_event(message: RankEvent) -> AgentEvent:
                 message.retriable_here,
                 message.events,
                 message.foreign,
+                message.transport,
             )
         case _:
             assert_never(message)

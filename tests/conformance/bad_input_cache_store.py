@@ -50,6 +50,9 @@ def handshake(where: str = STORE, **changes: Any) -> Send:
     return send
 
 
+READER = cache_store_pb2.ReaderRank(rank=0, tp_size=1)
+
+
 def reference_of(live: Live, where: str, key: str, generation: int | None = None) -> cache_store_pb2.KvReference:
     server = live.p if where == STORE else live.d
     return cache_store_pb2.KvReference(engine_id=server.engine_id, request_key=key, generation=generation)
@@ -63,7 +66,7 @@ def load_request(to: cache_store_pb2.KvReference, /, **changes: Any) -> cache_st
         partition_count=1, partition_id=0,
     )  # fmt: skip
     request = cache_store_pb2.LoadRequest(
-        reference=to, wanted=[wanted], prompt_tokens=len(PROMPT), checksum="all", chunk_bytes=1 << 20
+        reference=to, wanted=[wanted], prompt_tokens=len(PROMPT), checksum="all", chunk_bytes=1 << 20, reader=READER
     )
     for path, value in changes.items():
         if path.startswith("wanted_"):
@@ -162,7 +165,9 @@ def renew(where: str = STORE, **changes: Any) -> Send:
 
 def release(where: str = STORE, **changes: Any) -> Send:
     def send(live: Live) -> Refusal:
-        request = cache_store_pb2.ReleaseRequest(reference=reference_of(live, where, UNKNOWN), complete=False)
+        request = cache_store_pb2.ReleaseRequest(
+            reference=reference_of(live, where, UNKNOWN), complete=False, reader=READER
+        )
         for path, value in changes.items():
             put(request, path.replace("__", "."), value)
         return named(call(where, "CacheStore/Release", request)(live), request.reference)
@@ -209,14 +214,19 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
     Row("handshake: not UTF-8", call(STORE, "CacheStore/Handshake", field(2, NO_UTF8)), 604),
     # load: absent fields
     *(Row(f"load: {name} is absent", load(**{name: ...}), 604, (f"{name} is required",), name)
-      for name in ("reference", "wanted", "prompt_tokens", "checksum", "chunk_bytes")),
+      for name in ("reference", "wanted", "prompt_tokens", "checksum", "chunk_bytes", "reader")),
     *(Row(f"load: {name} is absent", load(**{f"reference__{name}": ...}), 604, (f"reference.{name} is required",),
           f"reference.{name}") for name in ("engine_id", "request_key")),
     *(Row(f"load: wanted {name} is absent", load(**{f"wanted_{name}": ...}), 604, (f"wanted[0].{name} is required",),
           f"wanted[0].{name}")
       for name in ("group", "block_size", "first_block", "num_blocks", "block_bytes", "num_layers", "partition_count",
                    "partition_id")),
+    *(Row(f"{kind}: reader {name} is absent", send(**{f"reader__{name}": ...}), 604, (f"reader.{name} is required",),
+          f"reader.{name}") for kind, send in (("load", load), ("release", release)) for name in ("rank", "tp_size")),
     # load: values
+    Row("load: reader 1 of 1", load(reader__rank=1), 605, ("reader.rank",), "reader.rank"),
+    Row("load: half of the heads for the only reader", load(wanted_partition_count=2,
+        wanted_block_bytes=BLOCK_BYTES // 2), 605, ("0 of 1",), "wanted[0].partition_id"),
     Row("load: the key is none", load(reference__request_key="nobody"), 605, ("id#attempt.nonce",), "request_key"),
     Row("load: another engine", load(reference__engine_id=ENGINE_ID), 8605, ("engine",)),
     Row("load: another engine of D", load("decode_cache_store", reference__engine_id=ENGINE_ID), 8605),
@@ -255,10 +265,13 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
     Row("renew: a later generation", staged_call("RenewLease", later=1), 8602),
     Row("release: the reference is absent", release(reference=...), 604, ("reference is required",), "reference"),
     Row("release: complete is absent", release(complete=...), 604, ("complete is required",), "complete"),
+    Row("release: reader is absent", release(reader=...), 604, ("reader is required",), "reader"),
+    Row("release: reader 3 of 2", release(reader__rank=3, reader__tp_size=2), 605, ("reader.rank",), "reader.rank"),
     Row("release: the engine is absent", release(reference__engine_id=...), 604, (), "reference.engine_id"),
     Row("release: another engine", release(reference__engine_id=ENGINE_ID), 8605),
-    Row("release: a later generation", staged_call("Release", later=1, complete=False), 8602),
-    Row("release: complete before any load", staged_call("Release", complete=True), 605, ("complete",), "complete"),
+    Row("release: a later generation", staged_call("Release", later=1, complete=False, reader=READER), 8602),
+    Row("release: complete before any load", staged_call("Release", complete=True, reader=READER), 605, ("complete",),
+        "complete"),
     Row("release: no message", call(STORE, "CacheStore/Release", b"\x0a\xff"), 604),
     Row("cache store: an unknown method", call(STORE, "CacheStore/Steal", b""), 0, status=UNIMPLEMENTED),
     Row("cache store: Prefill is elsewhere", call(STORE, "Prefill/Prefill", b""), 0, status=UNIMPLEMENTED),

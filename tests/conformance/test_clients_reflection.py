@@ -179,7 +179,9 @@ def test_health_when_checked_by_reflection_then_every_service_is_serving(live: L
 def test_cache_store_when_called_by_reflection_then_it_refuses_what_does_not_fit(live: Live) -> None:
     stranger = Stranger(live.cache_store)
     reference = {"engine_id": live.p.engine_id, "request_key": "nobody#0.01234567"}
-    (answer,) = stranger.call("baton.v1.CacheStore/Release", {"reference": reference, "complete": False})
+    reader = {"rank": 0, "tp_size": 1}
+    request = {"reference": reference, "complete": False, "reader": reader}
+    (answer,) = stranger.call("baton.v1.CacheStore/Release", request)
     assert answer == {"found": False}
     with pytest.raises(grpc.RpcError) as caught:
         stranger.call("baton.v1.CacheStore/RenewLease", {"reference": reference})

@@ -53,6 +53,9 @@ def methods(live: Live) -> list[Method]:
     def reference() -> cache_store_pb2.KvReference:
         return cache_store_pb2.KvReference(engine_id=live.p.engine_id, request_key=key_of("fuzz"), generation=1)
 
+    def reader() -> cache_store_pb2.ReaderRank:
+        return cache_store_pb2.ReaderRank(rank=0, tp_size=1)
+
     def wanted() -> cache_store_pb2.WantedBlocks:
         return cache_store_pb2.WantedBlocks(
             group="full", block_size=16, first_block=0, num_blocks=1, block_bytes=4096, num_layers=2,
@@ -110,7 +113,8 @@ def methods(live: Live) -> list[Method]:
             Method(
                 where, "CacheStore/Load",
                 lambda: cache_store_pb2.LoadRequest(
-                    reference=reference(), wanted=[wanted()], prompt_tokens=4, checksum="all", chunk_bytes=1 << 16
+                    reference=reference(), wanted=[wanted()], prompt_tokens=4, checksum="all", chunk_bytes=1 << 16,
+                    reader=reader(),
                 ),
                 streams=True, ends=False,
             ),
@@ -119,7 +123,7 @@ def methods(live: Live) -> list[Method]:
             ),
             Method(
                 where, "CacheStore/Release",
-                lambda: cache_store_pb2.ReleaseRequest(reference=reference(), complete=False),
+                lambda: cache_store_pb2.ReleaseRequest(reference=reference(), complete=False, reader=reader()),
             ),
         ]  # fmt: skip
     return found

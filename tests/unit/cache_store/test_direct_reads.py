@@ -103,6 +103,7 @@ def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(dir
         checksum="all",
         chunk_bytes=1 << 16,
         transport="ipc",
+        reader=pb.ReaderRank(rank=0, tp_size=1),
     )  # fmt: skip
     with grpc.insecure_channel(prefill.address) as channel:
         events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(request, timeout=WAIT_S))

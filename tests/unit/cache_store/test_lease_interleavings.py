@@ -187,7 +187,7 @@ class LeaseMachine(RuleBasedStateMachine):
             if cause is not None:
                 assert ended.outcome == "aborted" and ended.error is not None and ended.error.code is cause
         for reader in self.open_readers():
-            assert reader.lease.reader is reader, "an open reader does not hold its lease"
+            assert reader in reader.lease.readers.values(), "an open reader does not hold its lease"
         live = {(key, lease.generation) for key in KEYS if (lease := self.table.get(key)) is not None}
         assert live == set(self.held), "a block is held by no lease, or a lease holds none"
         assert len(self.free) + sum(map(len, self.held.values())) == POOL

@@ -203,6 +203,7 @@ def stuck_reader(prefill: Node) -> Iterator[grpc.Call]:
             prompt_tokens=SLOW_BLOCKS * LARGE.block_size,
             checksum="off",
             chunk_bytes=65536,
+            reader=pb.ReaderRank(rank=0, tp_size=1),
         )
         call = pb_grpc.CacheStoreStub(channel).Load(request, timeout=30)
         assert next(call).started.generation == 1

@@ -37,6 +37,10 @@ def node() -> Iterator[Node]:
     made.close()
 
 
+READER = pb.ReaderRank(rank=0, tp_size=1)
+REFERENCE = pb.KvReference(engine_id="prefill", request_key=key_of(900))
+
+
 @pytest.fixture(scope="module")
 def channel(node: Node) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(node.address) as made:
@@ -98,6 +102,7 @@ def load_request(key: str, **change: object) -> pb.LoadRequest:
         "prompt_tokens": TOKENS,
         "checksum": "all",
         "chunk_bytes": 1 << 20,
+        "reader": READER,
     }
     fields.update(change)
     return pb.LoadRequest(**{name: value for name, value in fields.items() if value is not None})
@@ -150,7 +155,7 @@ def test_generated_client_handshakes_loads_renews_and_releases(
     reference = pb.KvReference(engine_id="prefill", request_key=staged, generation=5)
     renewed = stub.RenewLease(pb.RenewLeaseRequest(reference=reference), timeout=STUB_TIMEOUT_S)
     assert renewed.remaining_seconds == 30
-    release = pb.ReleaseRequest(reference=reference, complete=True)
+    release = pb.ReleaseRequest(reference=reference, complete=True, reader=READER)
     assert stub.Release(release, timeout=STUB_TIMEOUT_S).found
     assert not stub.Release(release, timeout=STUB_TIMEOUT_S).found
     assert node.lease_ended().outcome == "released"
@@ -165,10 +170,11 @@ def test_checksums_are_sent_as_the_mode_says(
 
 
 def test_share_of_the_heads_is_sent_when_it_is_asked_for(node: Node, stub: pb_grpc.CacheStoreStub, staged: str) -> None:
+    second = pb.ReaderRank(rank=1, tp_size=2)
     half = wanted_blocks(partition_count=2, partition_id=1, block_bytes=LAYOUT.block_bytes // 2)
     events = [
         event
-        for event in stub.Load(load_request(staged, wanted=[half]), timeout=STUB_TIMEOUT_S)
+        for event in stub.Load(load_request(staged, wanted=[half], reader=second), timeout=STUB_TIMEOUT_S)
         if event.HasField("pieces")
     ]
     block = node.memory["full"][0][IDS[0]].reshape(2, 2, -1)  # K and V, heads, bytes
@@ -289,7 +295,7 @@ def test_handshake_that_expects_another_engine_is_restarted_with_both_ids(stub: 
 
 
 @pytest.mark.invariant("RPC-15")
-@pytest.mark.parametrize("field", ["reference", "wanted", "prompt_tokens", "checksum", "chunk_bytes"])
+@pytest.mark.parametrize("field", ["reference", "wanted", "prompt_tokens", "checksum", "chunk_bytes", "reader"])
 def test_k13_load_without_a_field_is_refused_by_name(stub: pb_grpc.CacheStoreStub, staged: str, field: str) -> None:
     error = load_refused(stub, load_request(staged, **{field: None}))
     assert (error.code, error.param) == (ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, field)
@@ -357,6 +363,14 @@ def test_load_with_a_broken_reference_is_refused_by_name(
         ({"wanted": [wanted_blocks(block_bytes=0)]}, ErrorCode.READ_BUFFER_MISMATCH, None),
         ({"wanted": [wanted_blocks(partition_count=2)]}, ErrorCode.READ_BUFFER_MISMATCH, None),
         ({"wanted": [wanted_blocks(partition_count=3, block_bytes=1)]}, ErrorCode.READ_BUFFER_MISMATCH, None),
+        (
+            {"wanted": [wanted_blocks(partition_count=2, block_bytes=LAYOUT.block_bytes // 2)]},
+            ErrorCode.INVALID_PARAMS,
+            None,
+        ),
+        ({"reader": pb.ReaderRank(rank=1, tp_size=1)}, ErrorCode.INVALID_PARAMS, None),
+        ({"reader": pb.ReaderRank(rank=0, tp_size=3)}, ErrorCode.ASYMMETRIC_TP_FAILED, None),
+        ({"reader": pb.ReaderRank(rank=0, tp_size=2)}, ErrorCode.INVALID_PARAMS, None),
         ({"wanted": [wanted_blocks(num_blocks=4)]}, ErrorCode.KV_STALE_REFERENCE, "out_of_range"),
         ({"wanted": [wanted_blocks(first_block=3, num_blocks=1)]}, ErrorCode.KV_STALE_REFERENCE, "out_of_range"),
         ({"wanted": [wanted_blocks(first_block=2**32 - 1)]}, ErrorCode.KV_STALE_REFERENCE, "out_of_range"),
@@ -400,7 +414,7 @@ def test_k2_reference_to_other_kv_is_refused_in_every_call(
     unknown = "request_key" in reference  # neither renewed nor released, but not stale either
     error = refused(lambda: stub.RenewLease(pb.RenewLeaseRequest(reference=wrong), timeout=STUB_TIMEOUT_S))
     assert error.code is (ErrorCode.KV_LEASE_EXPIRED if unknown else code)
-    release = pb.ReleaseRequest(reference=wrong, complete=False)
+    release = pb.ReleaseRequest(reference=wrong, complete=False, reader=READER)
     if unknown:
         assert not stub.Release(release, timeout=STUB_TIMEOUT_S).found
     else:
@@ -421,7 +435,8 @@ def test_k12_second_load_is_a_duplicate_beside_an_open_and_a_parked_one(
     assert list(first)[-1].done.pieces == 9
     assert load_refused(stub, load_request(key)).code is ErrorCode.DUPLICATE_REQUEST
     reference = pb.KvReference(engine_id="prefill", request_key=key, generation=3)
-    assert stub.Release(pb.ReleaseRequest(reference=reference, complete=True), timeout=STUB_TIMEOUT_S).found
+    release = pb.ReleaseRequest(reference=reference, complete=True, reader=READER)
+    assert stub.Release(release, timeout=STUB_TIMEOUT_S).found
     assert load_refused(stub, load_request(key)).code is ErrorCode.DUPLICATE_REQUEST
     # With its generation it is a reference to blocks that were given back.
     assert load_refused(stub, load_request(key, reference=reference)).code is ErrorCode.KV_STALE_REFERENCE
@@ -446,8 +461,14 @@ def test_bytes_that_are_no_message_are_a_format_error(channel: grpc.Channel, met
     ("request_", "param"),
     [
         (pb.ReleaseRequest(), "reference"),
-        (pb.ReleaseRequest(reference=pb.KvReference(engine_id="prefill", request_key=KEY)), "complete"),
-        (pb.ReleaseRequest(reference=pb.KvReference(request_key=KEY), complete=True), "reference.engine_id"),
+        (pb.ReleaseRequest(reference=REFERENCE), "complete"),
+        (
+            pb.ReleaseRequest(reference=pb.KvReference(request_key=KEY), complete=True, reader=READER),
+            "reference.engine_id",
+        ),
+        (pb.ReleaseRequest(reference=REFERENCE, complete=True), "reader"),
+        (pb.ReleaseRequest(reference=REFERENCE, complete=True, reader=pb.ReaderRank(tp_size=1)), "reader.rank"),
+        (pb.ReleaseRequest(reference=REFERENCE, complete=True, reader=pb.ReaderRank(rank=0)), "reader.tp_size"),
         (pb.RenewLeaseRequest(), "reference"),
         (pb.RenewLeaseRequest(reference=pb.KvReference(engine_id="prefill")), "reference.request_key"),
     ],
@@ -462,13 +483,18 @@ def test_control_call_without_a_field_is_refused_by_name(
 
 def test_release_complete_before_the_load_is_refused(stub: pb_grpc.CacheStoreStub, staged: str) -> None:
     reference = pb.KvReference(engine_id="prefill", request_key=staged, generation=5)
-    error = refused(lambda: stub.Release(pb.ReleaseRequest(reference=reference, complete=True), timeout=STUB_TIMEOUT_S))
+    error = refused(
+        lambda: stub.Release(
+            pb.ReleaseRequest(reference=reference, complete=True, reader=READER), timeout=STUB_TIMEOUT_S
+        )
+    )
     assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, "complete")
 
 
 def test_release_with_a_cause_that_has_no_code_still_releases(stub: pb_grpc.CacheStoreStub, staged: str) -> None:
     reference = pb.KvReference(engine_id="prefill", request_key=staged)
     request = pb.ReleaseRequest(reference=reference, complete=False, cause=errors_pb2.ErrorDetail(message="x"))
+    request.reader.CopyFrom(READER)
     assert stub.Release(request, timeout=STUB_TIMEOUT_S).found
 
 

@@ -195,14 +195,18 @@ def test_more_ranks_here_read_their_share_of_the_heads() -> None:
     )
     with nodes(
         Node("prefill", layouts=(wide,), seed=1),
-        Node("decode", layouts=(half,), seed=2, tp_size=2, rank=1),
-    ) as (prefill, decode):
+        Node("decode", layouts=(half,), seed=2, tp_size=2, rank=0),
+        Node("decode", layouts=(half,), seed=3, tp_size=2, rank=1),
+    ) as (prefill, first, second):
         prefill.stage(KEY, [5, 6])
-        decode.load(prefill.source, KEY, [1, 2])
-        decode.load_done()
         whole = prefill.blocks([5, 6]).reshape(2, 2, 2, 4, -1)  # layers, blocks, K and V, heads, bytes
-        assert np.array_equal(decode.blocks([1, 2]).reshape(2, 2, 2, 2, -1), whole[:, :, :, 2:])
-        prefill.lease_ended()
+        for decode, heads in ((second, slice(2, 4)), (first, slice(0, 2))):
+            assert prefill.said == []  # a lease stands until every rank that is to read has released it
+            decode.load(prefill.source, KEY, [1, 2])
+            decode.load_done()
+            assert np.array_equal(decode.blocks([1, 2]).reshape(2, 2, 2, 2, -1), whole[:, :, :, heads])
+        assert prefill.lease_ended().outcome == "released"
+        assert_clean(prefill, first, second)
 
 
 def test_fewer_ranks_here_gather_the_heads_of_their_peers() -> None:
