@@ -16,6 +16,8 @@ from typing import IO, Any
 
 import pytest
 
+from tests.extent import WHOLE
+
 # Triton reads this when a kernel is decorated, so it cannot wait for the first test that needs it. The device file
 # tells as much as PyTorch would, without importing PyTorch into tests that do without.
 if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
@@ -98,7 +100,7 @@ def _keep_temporary_files_together(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("BATON_TESTS") == "all":
+    if WHOLE:
         return
     for item in items:
         if item.get_closest_marker("extended") is not None:

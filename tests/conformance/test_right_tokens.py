@@ -72,7 +72,7 @@ def clear_prompts(model: Reference) -> tuple[list[list[int]], list[list[int]]]:
 
 
 # The rest in the long run: `tests/unit/engine` compares every family's numbers with those of transformers.
-ALWAYS = ("llama-tied", "mistral-window", "qwen3")
+ALWAYS = ("llama-tied", "qwen3")
 FAMILIES = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.extended) for name in TINY_MODELS]
 
 

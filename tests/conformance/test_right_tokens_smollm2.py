@@ -11,6 +11,7 @@ import transformers
 
 from cli.model_prepare import prepare_model
 from tests.conformance.reference import Reference
+from tests.extent import extent
 from tests.integration.cluster import Cluster
 from tests.integration.generation_client import Answer, GenerationClient
 
@@ -39,6 +40,7 @@ QUESTIONS = (
     "Write a polite email that declines an invitation.\nMention that I am travelling that week, and that I would like "
     "to come next time. Keep it short, friendly and formal enough for a colleague whom I do not know well.",
 )
+QUESTIONS = extent(QUESTIONS[::4] + QUESTIONS[-2:], QUESTIONS)
 FLAGS = ("--num-kv-blocks", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "32")
 
 
@@ -83,7 +85,7 @@ def ask(folder: Path, prompts: list[list[int]]) -> list[Answer]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_smollm2_when_twenty_chats_are_answered_then_every_token_is_that_of_transformers(
+def test_smollm2_when_chats_are_answered_then_every_token_is_that_of_transformers(
     folder: Path, prompts: list[list[int]]
 ) -> None:
     model = Reference(folder)

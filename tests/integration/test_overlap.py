@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.extent import extended
 from tests.integration.cluster import Cluster
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
@@ -22,7 +23,7 @@ def events_of(record: dict[str, object]) -> dict[str, int]:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("chunk", [128, 64], ids=["one step", "two chunks"])
+@pytest.mark.parametrize("chunk", [extended(128, id="one step"), pytest.param(64, id="two chunks")])
 def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_after_the_last_layer(chunk: int) -> None:
     faults = f"engine.layer:delay={LAYER_S};cache_store.send_piece:delay={PIECE_S}"
     flags = ["--block-size", "16", "--max-num-batched-tokens", str(chunk)]

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kernels.jit import available
+from tests.extent import extended
 from tests.integration.cluster import Cluster
 from tests.integration.generation_client import Answer, GenerationClient, assert_same_answer
 from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
@@ -34,13 +35,13 @@ class Case:
 
 CASES = [
     Case("not_requested", [], {}),
-    Case("feature_disabled", GRAPHS, {}),
+    extended(Case("feature_disabled", GRAPHS, {}), id="feature_disabled"),
     Case("unsupported_backend", [*GRAPHS, "--enable-cuda-graph"], {}),
     Case("replayed", [*INTERPRETED, "--prefill-cuda-graph-strict"], {"TRITON_INTERPRET": "1"}),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.status)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: getattr(case, "status", None))
 def running(request: pytest.FixtureRequest) -> Iterator[tuple[Cluster, str]]:
     case: Case = request.param
     if case.env and not available:

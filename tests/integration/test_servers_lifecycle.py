@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import common_pb2, decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from rpc.errors import ErrorCode
+from tests.extent import extended
 from tests.integration.cluster import ROOT, SERVER_FLAGS, Cluster, ServerProcess, process_exists, wait_for
 from tests.integration.test_servers_handoff import MODEL, prompt_of
 from tests.integration.wire_client import TIMEOUT_S, Client, EventReader, Pair, generate_input, statuses, typed
@@ -270,7 +271,7 @@ def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0()
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(("second", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("second", "status"), [extended(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_two_seconds(
     second: signal.Signals, status: int
 ) -> None:

@@ -32,6 +32,7 @@ def test_rows_when_rounds_are_given_then_ratios_are_of_the_turns_of_one_round() 
     assert "| 2.040 | 2.000 | **1.0200** |" in quiet
 
 
+@pytest.mark.extended
 def test_page_when_run_for_a_moment_then_each_table_has_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
