@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from cache_store.layout import GroupLayout
+from cache_store.layout import AgentIdentity, GroupLayout
+from cache_store.tp_mapping import PeerShare, peer_map, peers_of
+from cache_store.wire import out_of_range
 from rpc.errors import BatonError
 
 if TYPE_CHECKING:
@@ -35,6 +37,21 @@ class Caller:
 
 
 ONLY_RANK = Caller()
+
+
+def make_caller(identity: AgentIdentity, rank: int, tp_size: int) -> tuple[Caller, Mapping[str, PeerShare]]:
+    """Rank `rank` of `tp_size` of a decode server, as `identity` sees it, and the share of each cache group that it
+    reads here.
+
+    Raises ASYMMETRIC_TP_FAILED, INVALID_PARAMS for a rank that has nothing to do with the heads here.
+    """
+    group = peers_of(identity.tp_size, identity.rank, tp_size)
+    if rank not in group:
+        allowed = f"[{group.start}, {group.stop}) for rank {identity.rank} of {identity.tp_size}"
+        raise out_of_range("reader.rank", rank, allowed)
+    plan = peer_map(identity.heads, tp_size, rank, identity.tp_size)
+    shares = next(reads.shares for reads in plan if reads.peer_rank == identity.rank)
+    return Caller(rank, tp_size, tuple(group), bool(shares)), shares
 
 
 @dataclass(frozen=True)

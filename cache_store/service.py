@@ -25,11 +25,11 @@ from cache_store.lease import LeaseTable, again
 from cache_store.observations import GRPC, IPC, Observe
 from cache_store.parking import ParkedState, ParkingTable
 from cache_store.pool import HostKvPool, KvPool
-from cache_store.reader import Caller, Reader, WantedGroup
+from cache_store.reader import Reader, WantedGroup, make_caller
 from cache_store.sending import HostSender, Link, NoticeSender, Sender, StagedSender
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
-from cache_store.tp_mapping import PeerShare, peer_map, peers_of
+from cache_store.tp_mapping import PeerShare
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault_async
@@ -171,7 +171,7 @@ class CacheStoreService:
         cause = wire.error_of(request.cause) if request.HasField("cause") else None
         try:
             self._check_engine(request.reference)
-            caller, _ = self._caller(request.reader)
+            caller, _ = make_caller(self._identity, request.reader.rank, request.reader.tp_size)
             found = self._table.release(request.reference.request_key, generation, request.complete, cause, caller)
         except BatonError as error:
             observe_failure(self._observe, error)
@@ -204,20 +204,6 @@ class CacheStoreService:
     def _check_engine(self, reference: pb.KvReference) -> None:
         if reference.engine_id != self._identity.engine_id:
             raise handshake.restarted(reference.engine_id, self._identity.engine_id)
-
-    def _caller(self, reader: pb.ReaderRank) -> tuple[Caller, Mapping[str, PeerShare]]:
-        """The calling rank, and the share of each group that it reads here; none when it only releases.
-
-        Raises ASYMMETRIC_TP_FAILED, INVALID_PARAMS for a rank that has nothing to do with the heads here.
-        """
-        identity = self._identity
-        group = peers_of(identity.tp_size, identity.rank, reader.tp_size)
-        if reader.rank not in group:
-            allowed = f"[{group.start}, {group.stop}) for rank {identity.rank} of {identity.tp_size}"
-            raise wire.out_of_range("reader.rank", reader.rank, allowed)
-        plan = peer_map(identity.heads, reader.tp_size, reader.rank, identity.tp_size)
-        shares = next(reads.shares for reads in plan if reads.peer_rank == identity.rank)
-        return Caller(reader.rank, reader.tp_size, tuple(group), bool(shares)), shares
 
     def _wanted(self, request: pb.LoadRequest, shares: Mapping[str, PeerShare]) -> tuple[WantedGroup, ...]:
         groups = []
@@ -261,7 +247,7 @@ class CacheStoreService:
         return tuple(groups)
 
     async def _open(self, request: pb.LoadRequest, peer: str) -> Reader:
-        caller, shares = self._caller(request.reader)
+        caller, shares = make_caller(self._identity, request.reader.rank, request.reader.tp_size)
         wanted = self._wanted(request, shares)
         reference = request.reference
         generation = reference.generation if reference.HasField("generation") else None

@@ -13,6 +13,7 @@ from typing import Literal
 
 from protos import worker_pb2
 from rpc.errors import BatonError, ErrorCode
+from rpc.tp_sizes import sizes_fit
 from rpc.version import PROTOCOL_VERSION
 
 Role = Literal["prefill", "decode"]
@@ -137,17 +138,12 @@ def differences(prefill: WorkerFacts, decode: WorkerFacts) -> tuple[Difference, 
         p_group, d_group = p_groups[tag], d_groups[tag]
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"):
             compare(f"{name}[{tag}]", getattr(p_group, name), getattr(d_group, name))
-    if not tp_sizes_fit(prefill.tp_size, decode.tp_size):
+    heads = [g.num_kv_heads for g in prefill.groups + decode.groups]
+    if not sizes_fit(prefill.tp_size, decode.tp_size, heads):
         found.append(Difference("tp_size", str(prefill.tp_size), str(decode.tp_size)))
     if not set(prefill.transports) & set(decode.transports):
         found.append(Difference("transports", _shown(prefill.transports), _shown(decode.transports)))
     return tuple(found)
-
-
-def tp_sizes_fit(prefill: int, decode: int) -> bool:
-    """Whether ranks can be mapped onto each other: one size divides the other."""
-    small, large = sorted((prefill, decode))
-    return small >= 1 and large % small == 0
 
 
 def pair_error(found: Iterable[Difference]) -> BatonError:

@@ -13,9 +13,9 @@ from router.pairing import (
     differences,
     pair_error,
     reference_fingerprint,
-    tp_sizes_fit,
 )
 from rpc.errors import BatonError, ErrorCode
+from rpc.version import PROTOCOL_VERSION
 
 GROUP = GroupFacts("full", 2, 2, 16, 16, "float32")
 PREFILL = WorkerFacts(
@@ -42,13 +42,13 @@ def _with_group(**change: object) -> WorkerFacts:
 @pytest.mark.parametrize(
     ("decode", "facts"),
     [
-        (replace(DECODE, protocol_version=2), ["protocol_version"]),
+        (replace(DECODE, protocol_version=PROTOCOL_VERSION + 1), ["protocol_version"]),
         (replace(DECODE, model_fingerprint="0" * 32), ["model_fingerprint"]),
         (replace(DECODE, kv_dtype="bfloat16"), ["kv_dtype"]),
         (replace(DECODE, draft_model_fingerprint="d"), ["draft_model_fingerprint"]),
         (replace(DECODE, transports=("nixl",)), ["transports"]),
         (replace(DECODE, transports=()), ["transports"]),
-        (replace(PREFILL, tp_size=3), ["role"]),
+        (replace(PREFILL, tp_size=2), ["role"]),
         (_with_group(block_size=64), ["block_size[full]"]),
         (_with_group(num_layers=3), ["num_layers[full]"]),
         (_with_group(num_kv_heads=4), ["num_kv_heads[full]"]),
@@ -74,11 +74,11 @@ def test_differences_when_a_fact_need_not_be_shared_then_it_is_not_listed(change
     assert differences(PREFILL, replace(DECODE, **change)) == ()
 
 
-@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 3, 4, 6, 8]))
-def test_tp_sizes_when_one_divides_the_other_then_they_fit(p, d):
-    fits = p % d == 0 or d % p == 0
-    assert tp_sizes_fit(p, d) == fits
-    found = differences(replace(PREFILL, tp_size=p), replace(DECODE, tp_size=d))
+@given(*[st.sampled_from([1, 2, 3, 4, 6, 8])] * 2, st.sampled_from([1, 2, 3, 4, 8, 16]))
+def test_tp_sizes_when_one_divides_the_other_and_both_share_out_the_heads_then_they_fit(p, d, heads):
+    fits = (p % d == 0 or d % p == 0) and all(heads % size == 0 or size % heads == 0 for size in (p, d))
+    groups = (replace(GROUP, num_kv_heads=heads),)
+    found = differences(replace(PREFILL, tp_size=p, groups=groups), replace(DECODE, tp_size=d, groups=groups))
     assert [f.fact for f in found] == ([] if fits else ["tp_size"])
     if found:
         assert pair_error(found).code is ErrorCode.ASYMMETRIC_TP_FAILED
