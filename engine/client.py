@@ -1,16 +1,15 @@
-"""The front's end of its engine process: starts it, talks to it, and notices its death at once.
+"""The front's end of its engine: starts it, talks to it, and notices its death at once.
 
-Torch-free. Belongs to one asyncio event loop. The two processes talk over two `ipc://` sockets in a private
-folder, which is removed as soon as both are connected, so that nothing is left on disk whoever dies first.
+Torch-free. Belongs to one asyncio event loop. The front talks to the engine process, with several ranks to that of rank
+0, over two `ipc://` sockets in a private folder, which is removed as soon as both are connected, so that nothing is
+left on disk whoever dies first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -25,30 +24,20 @@ from engine.messages import (
     AbortRequest,
     AddRequest,
     EngineEnvelope,
-    EngineError,
     EngineReady,
     EngineStats,
     FrontMessage,
     RequestOutput,
     StepMessage,
 )
+from engine.rank_processes import RankProcesses, error_of
 from engine.sockets import descriptor, has_message
 from rpc.errors import BatonError, ErrorCode
 
 __all__ = ["EngineClient", "EngineConfig", "RequestStream", "error_of"]
 
 STREAM_CAPACITY = 1024
-KILL_WAIT_S = 5.0
 CONNECT_RETRY_S = 0.01
-_ROOT = str(Path(__file__).resolve().parents[1])
-
-
-def error_of(error: EngineError) -> BatonError:
-    """The engine's failure as an exception; a number outside the table becomes UNKNOWN_ERROR, and so does a missing
-    one: it is this server's own defect, and no peer's."""
-    if error.code == 0:
-        return BatonError(ErrorCode.UNKNOWN_ERROR, error.message, stage=error.stage, metadata=error.metadata)
-    return BatonError.from_number(error.code, error.message, stage=error.stage, metadata=error.metadata)
 
 
 class RequestStream:
@@ -108,17 +97,16 @@ class RequestStream:
 
 
 class EngineClient:
-    """One engine process and everything that is open on it.
+    """One engine and everything that is open on it.
 
     `on_step` is called with each step's message after the readers of its outputs have had their turn. `stats` are the
-    engine's latest. `dead` is set when the process has ended, for whatever reason, and `death` then says why;
-    every open stream fails with it. Nothing is restarted here: the front exits and its supervisor starts both
-    anew.
+    engine's latest. `dead` is set when the engine has ended, for whatever reason, and `death` then says why; every open
+    stream fails with it. An engine of several ranks ends with the first of them. Nothing is restarted here: the front
+    exits and its supervisor starts both anew.
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.rank = rank
         self.ready: EngineReady | None = None
         self.stats = EngineStats()
         self.on_step: Callable[[StepMessage], None] | None = None
@@ -127,8 +115,7 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._pending = FrontMessage()
         self._flush_handle: asyncio.Handle | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._ranks = RankProcesses(config, on_death=self._die, last_words=self._receive)
         self._folder: Path | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._to_engine: zmq.Socket[bytes] | None = None
@@ -142,26 +129,37 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        """Of rank 0."""
+        return next(iter(self._ranks.pids), None)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all ranks, in order."""
+        return self._ranks.pids
+
+    @property
+    def size(self) -> int:
+        """How many ranks the engine has."""
+        return self._ranks.size
 
     @property
     def open_requests(self) -> int:
         return len(self._streams)
 
     async def start(self, timeout_s: float) -> EngineReady:
-        """Starts the process and waits until it serves.
+        """Starts the engine and waits until it serves.
 
         Raises the engine's own BatonError when it reports one, ENGINE_DEAD when it exits without a word or is
         not ready in time. After a failure nothing is left running.
         """
-        if self._process is not None:
+        if self._loop is not None:
             raise RuntimeError("an EngineClient starts its engine once")
         self._loop = loop = asyncio.get_running_loop()
         self._hello = loop.create_future()
         self._started = loop.create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._spawn()
+                await self._spawn(timeout_s)
                 await self._hello
                 self._remove_folder()
                 self.ready = await self._started
@@ -220,6 +218,7 @@ class EngineClient:
         if self.ready is not None and not self.dead.is_set() and self._to_engine is not None:
             self._pending.shutdown = True
             self._flush()
+            self._ranks.expect_end()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self.dead.wait()
@@ -227,7 +226,7 @@ class EngineClient:
 
     # -- process ----------------------------------------------------------------------------------------
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, timeout_s: float) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-engine-"))
         inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("to-engine", "from-engine"))
         self._context = zmq.Context(io_threads=1)
@@ -241,50 +240,12 @@ class EngineClient:
         self._from_engine.bind(outbox)
         assert self._loop is not None
         self._loop.add_reader(descriptor(self._from_engine), self._receive)
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
-        if self.config.threads:
-            environment["OMP_NUM_THREADS"] = str(self.config.threads)
-        # How long an idle compute thread spins before it sleeps, here about 50 us: longer than the gap between two
-        # operators. The default of about 16 ms takes a core from the other processes after every step, and with more
-        # runnable threads than cores makes a step ten times as slow.
-        environment.setdefault("GOMP_SPINCOUNT", "1000")
-        # A session of its own: Ctrl-C in the terminal reaches the front alone, which ends the engine in
-        # order. Its stdout is the front's stderr, because the front's stdout carries the one line that says
-        # it is ready.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.process",
-            "--inbox", inbox, "--outbox", outbox, "--front-pid", str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE, stdout=2, stderr=None, env=environment, start_new_session=True,
-        )  # fmt: skip
-        self._watch = asyncio.create_task(self._watch_process(self._process), name="engine-watch")
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died at once; the watch says so
-            self._process.stdin.write(msgspec.structs.replace(self.config, rank=self.rank).to_json())
-            await self._process.stdin.drain()
-        self._process.stdin.close()
+        await self._ranks.start(inbox, outbox, timeout_s)
         # The engine answers this message with its hello: then both sockets are connected.
         self._flush()
 
-    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
-        status = await process.wait()
-        self._receive()  # its last words may still be in the socket
-        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        metadata = {"exit_status": str(status)}
-        self._die(BatonError(ErrorCode.ENGINE_DEAD, f"the engine process {how}", metadata=metadata))
-
     async def _kill(self) -> None:
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        if self._watch is not None:
-            try:
-                async with asyncio.timeout(KILL_WAIT_S):
-                    await asyncio.shield(self._watch)
-            except TimeoutError:
-                self._watch.cancel()
-            self._watch = None
+        await self._ranks.close()
         self._die(BatonError(ErrorCode.ENGINE_DEAD, "the engine was stopped"))
         self._close_sockets()
 
@@ -351,8 +312,7 @@ class EngineClient:
                 # Nobody can say which request it was about, so none may wait for what it said.
                 message = "the engine's message cannot be read; front and engine must be of one version"
                 self.death = self.death or BatonError(ErrorCode.ENGINE_DEAD, message, metadata={"cause": str(error)})
-                if self._process is not None and self._process.returncode is None:
-                    self._process.kill()
+                self._ranks.kill()
                 return
             self._take(envelope)
 
@@ -368,9 +328,9 @@ class EngineClient:
         elif envelope.ready is not None:
             if self._started is not None and not self._started.done():
                 self._started.set_result(envelope.ready)
-        elif envelope.failed is not None and self.death is None:
-            # The process is about to exit; the watch then ends the streams with this cause.
-            self.death = error_of(envelope.failed.error)
+        elif envelope.failed is not None:
+            # The process is about to exit; the streams then end with this cause, or with that of a rank that was first.
+            self._ranks.failed(0, error_of(envelope.failed.error))
 
     def _take_step(self, step: StepMessage) -> None:
         if step.stats is not None:

@@ -16,6 +16,8 @@ ROLES = ("prefill", "decode")
 CHECKSUMS = ("off", "sample", "all")
 TRANSPORTS = ("auto", "ipc", "grpc")
 LOAD_FAILURE_POLICIES = ("retry", "recompute", "fail")
+TENSOR_PARALLEL_FLAG = "--tensor-parallel-size"
+MOST_RANKS = 16
 
 
 class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -26,6 +28,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     model: str  # Hugging Face folder
     served_model_name: str = ""  # label `model_name` of the engine's metrics; the folder's name when empty
     rank: int = 0
+    tensor_parallel_size: int = 1  # engine processes that share the model
+    tp_broadcast_timeout_seconds: float = 60.0  # longest silence of a rank towards another one
+    start_deadline_ns: int = 0  # reading of time.monotonic_ns() until which ranks wait for each other to become ready
     dtype: str = "auto"
     load_format: str = "auto"
     grammars: bool = False  # keep to grammars; then a start without xgrammar, or without a tokenizer, fails
@@ -104,6 +109,14 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--max-num-seqs", self.max_num_seqs, 1, 65536)
         _in_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 24)
         _in_range("--threads", self.threads, 0, 4096)
+        _in_range(TENSOR_PARALLEL_FLAG, self.tensor_parallel_size, 1, MOST_RANKS)
+        _in_range("--tp-broadcast-timeout-seconds", self.tp_broadcast_timeout_seconds, 1, 600)
+        if not 0 <= self.cache_store_port + self.tensor_parallel_size - 1 <= 65535:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"--cache-store-port {self.cache_store_port} is rank 0's; with {TENSOR_PARALLEL_FLAG} "
+                f"{self.tensor_parallel_size} the last rank's would be above 65535",
+            )
         _in_range("--kv-lease-seconds", self.kv_lease_seconds, 0.05, 86400)
         _in_range("--kv-bulk-channels", self.kv_bulk_channels, 1, 64)
         _in_range("--cache-store-queue-size", self.cache_store_queue_size, 1, 1_000_000)

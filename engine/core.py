@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
@@ -43,6 +43,10 @@ from rpc.graph_status import PrefillGraphStatus
 from rpc.log_limit import LogLimit
 from rpc.metric_families import Role, families_of
 
+if TYPE_CHECKING:
+    from engine.parallel.agents import RankAgents
+    from engine.parallel.hub import Hub
+
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
 FIGURES_S = 0.05  # longest time that a busy engine keeps its figures back
 STOP_S = 10.0  # longest wait of a thread that stops the loop
@@ -69,13 +73,14 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Scheduler, KV cache, model runner and cache-store agent of one rank. Belongs to one thread."""
+    """Scheduler, KV cache, model runner and cache-store agent of an engine; with several ranks, rank 0's part and its
+    hold on the others. Belongs to one thread."""
 
     def __init__(
         self,
         config: EngineConfig,
         runner: Runner,
-        agent: CacheStoreAgent,
+        agent: CacheStoreAgent | RankAgents,
         *,
         num_blocks: int,
         max_model_len: int,
@@ -84,11 +89,13 @@ class EngineCore:
         kv: KvCache | None = None,
         embedding_size: int = 0,
         grammars: GrammarWorkers | None = None,
+        hub: Hub | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before.
         `embedding_size`: numbers of a row that may stand in place of a token's embedding; 0: the model takes none.
-        `grammars`: compiles grammars of requests; None: such requests are refused."""
+        `grammars`: compiles grammars of requests; None: such requests are refused. `hub`: to the other ranks, which
+        `runner` and `agent` stand for too; None: there are none."""
         limits = Limits.of(
             config,
             max_model_len=max_model_len,
@@ -102,6 +109,7 @@ class EngineCore:
         self.kv = kv or KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
         self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time, grammars)
+        self.hub = hub
         self.stopping = False
         self._seq = 0
         self._graph_log = LogLimit()
@@ -131,9 +139,14 @@ class EngineCore:
         if self.stopping:
             return
         self.stopping = True
+        skipped = len(self.scheduler.batcher.running)
+        if skipped:
+            _log.info("the next step is skipped: the engine stops", extra={"requests": skipped})
         self.scheduler.end_all(
             BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; send the request to another one")
         )
+        if self.hub is not None:
+            self.hub.stop(skipped)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -154,8 +167,9 @@ class EngineCore:
             return False
         began = self.time.now
         try:
-            fault("engine.step", kind=plan.kind, request_key=plan.rows[0].request_key)
-            result = self.runner.execute(plan.batch, self._layer_hook(plan))
+            fault("engine.step", kind=plan.kind, request_key=plan.rows[0].request_key, rank=0)
+            batch = plan.batch
+            result = self.runner.execute(batch, self._layer_hook(plan, batch))
         except Exception as error:
             self.time.refresh()
             failure = _step_failure(error)
@@ -209,24 +223,41 @@ class EngineCore:
                     },
                 )
 
-    def _layer_hook(self, plan: StepPlan) -> Callable[[str, int], None] | None:
-        """Fault point `engine.layer` and publication, after each layer of a step that computes a prompt."""
+    def _layer_hook(self, plan: StepPlan, batch: StepBatch) -> Callable[[str, int], None] | None:
+        """Fault point `engine.layer` and publication, after each layer of a step that computes a prompt. The batch gets
+        what is published, for ranks that do it likewise."""
         if plan.num_decode == len(plan.rows):
             return None
         publish = self.transfer.publisher(plan)
+        if publish is not None:
+            batch.shares = publish.shares
 
         def on_layer(group: str, layer: int) -> None:
-            fault("engine.layer", group=group, layer=layer)
+            fault("engine.layer", group=group, layer=layer, rank=0)
             if publish is not None:
                 publish(group, layer)
 
         return on_layer
 
+    # -- between steps --------------------------------------------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Tells the agents of what the step computed, once its tokens have left."""
+        self.transfer.hand_over()
+        if self.hub is not None and not self.stopping:
+            self.hub.flush()
+
+    def rest(self) -> None:
+        """There is nothing to compute: the other ranks get, and give, a sign of life when one is due."""
+        if self.hub is not None:
+            self.hub.heartbeat()
+
     # -- out ------------------------------------------------------------------------------------------------
 
     def wait_s(self) -> float:
         """Longest time that the loop may sleep when no batch could be formed."""
-        return min(self.scheduler.next_tick_in(), max(0.0, self._told_at + IDLE_MESSAGE_S - self.time.now))
+        wait_s = min(self.scheduler.next_tick_in(), max(0.0, self._told_at + IDLE_MESSAGE_S - self.time.now))
+        return wait_s if self.hub is None else min(wait_s, self.hub.wait_s())
 
     def take_outputs(self) -> StepMessage | None:
         """What somebody waits for, without the figures, which `take_message` brings later. None if there is nothing."""
@@ -284,6 +315,7 @@ class EngineCore:
             peers_incompatible=agent.peers_incompatible,
             peers_lost=agent.peers_lost,
             oldest_hold_seconds=dict(scheduler.oldest_hold_seconds()),
+            ranks=self.agent.rank_stats() if self.hub is not None else [],  # type: ignore[union-attr]
         )
 
 
@@ -335,6 +367,8 @@ class EngineLoop:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        for descriptor in core.hub.filenos() if core.hub is not None else ():
+            self._poller.register(descriptor, zmq.POLLIN)
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._thread = 0
@@ -373,12 +407,13 @@ class EngineLoop:
                 if computed:
                     # Tokens first. Figures take longer to make, to send and to book, and can wait.
                     self._tell(core.take_outputs())
-                core.transfer.hand_over()
+                core.hand_over()
                 if core.stopping or not computed or core.figures_due():
                     self._tell(core.take_message())
                 if core.stopping:
                     return
                 if not computed:
+                    core.rest()
                     self._sleep()
         except EngineUnusable:
             self._tell(core.take_message())

@@ -1,22 +1,23 @@
-"""The engine process: `python -m engine.process`, started by a front through `engine.client`.
+"""The engine process: `python -m engine.process`, started by a front through `engine.client`, one for each rank.
 
-Its configuration comes on stdin. It says hello when both sockets work, loads the model, says that it is ready, and
-runs steps until the front tells it to stop. Its life is the front's: signals for termination are ignored here,
-because the front gets them too and ends its engine in order, and the kernel kills it when the front dies.
+Its configuration comes on stdin. Rank 0 says hello when both sockets work, loads the model, says that it is ready, and
+runs steps until the front tells it to stop. The other ranks do what rank 0 says. A process's life is the front's:
+signals for termination are ignored here, because the front gets them too and ends its engine in order, and the kernel
+kills it when the front dies.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import logging
 import os
-import secrets
 import shutil
 import signal
+import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.messages import EngineEnvelope, EngineFailed, EngineHello, EngineReady
+from engine.messages import EngineEnvelope, EngineFailed, EngineHello
+from engine.parallel.lost import RankLost
 from engine.scheduler.news import engine_error
 from rpc.errors import BatonError, ErrorCode
 from rpc.huge_pages import gather_memory
@@ -33,7 +35,8 @@ from rpc.logs import close_logging, setup_logging
 from rpc.time_slice import DEFAULT_S, set_time_slice
 
 if TYPE_CHECKING:
-    from engine.core import EngineCore, Wakeup
+    from engine.core import EngineCore
+    from engine.parallel.hub import Hub
 
 FIRST_MESSAGE_S = 60.0
 LAST_MESSAGE_MS = 1000
@@ -52,33 +55,46 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(description="Engine of a Baton server. Started by its front, not by hand.")
-    parser.add_argument("--inbox", required=True, help="socket of the front's messages")
-    parser.add_argument("--outbox", required=True, help="socket of the engine's messages")
     parser.add_argument("--front-pid", type=int, required=True, help="process whose death ends this one")
+    parser.add_argument("--inbox", help="rank 0: socket of the front's messages")
+    parser.add_argument("--outbox", help="rank 0: socket of the engine's messages")
+    parser.add_argument("--followers", help="rank 0 of several: descriptors of its connections to the others")
+    parser.add_argument("--leader", type=int, help="every other rank: descriptor of its connection to rank 0")
+    parser.add_argument("--report", type=int, help="every other rank: descriptor to which it writes why it ends")
+    parser.add_argument("--meeting", type=int, help="of several ranks: descriptor of the file where they meet")
     options = parser.parse_args(arguments)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configuration = sys.stdin.buffer.read()
+    try:
+        if options.leader is not None:
+            return _follow(configuration, options)
+        return _lead(configuration, options)
+    finally:
+        close_logging()
+
+
+def _lead(configuration: bytes, options: argparse.Namespace) -> int:
+    """The life of rank 0, which is the only one of most engines."""
     context = zmq.Context(io_threads=1)
     # The first socket starts the thread that moves messages. It keeps the short time slices of the front, whose child
     # this process is; what computes does not interrupt others.
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     set_time_slice(DEFAULT_S)
-    for socket in (inbox, outbox):
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.LINGER, LAST_MESSAGE_MS)
+    for link in (inbox, outbox):
+        link.setsockopt(zmq.RCVHWM, 0)
+        link.setsockopt(zmq.SNDHWM, 0)
+        link.setsockopt(zmq.LINGER, LAST_MESSAGE_MS)
     inbox.connect(options.inbox)
     outbox.connect(options.outbox)
     try:
         if not _meet_front(inbox, outbox, options.front_pid):
             shutil.rmtree(Path(options.inbox.removeprefix("ipc://")).parent, ignore_errors=True)
             return 2
-        return _serve(configuration, inbox, outbox)
+        return _serve(configuration, inbox, outbox, options)
     finally:
         inbox.close(0)
         outbox.close()
         context.term()
-        close_logging()
 
 
 def _meet_front(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], front_pid: int) -> bool:
@@ -90,12 +106,48 @@ def _meet_front(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], front_pid: 
     inbox.recv()
     outbox.send(msgspec.msgpack.encode(EngineEnvelope(hello=EngineHello(os.getpid()))))
     # From now on the front has removed the sockets' folder, so a sudden death leaves nothing behind.
+    return _die_with_front(front_pid)
+
+
+def _die_with_front(front_pid: int) -> bool:
+    """The kernel ends this process when the front ends. False: it has ended already."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     return os.getppid() == front_pid
 
 
-def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> int:
+def _set_up_logging(config: EngineConfig) -> None:
+    setup_logging(
+        config.role,
+        config.log_level,  # type: ignore[arg-type]  # checked by the front's settings
+        config.log_format,  # type: ignore[arg-type]
+        rank=config.rank,
+        process=f"engine:{os.getpid()}",
+    )
+
+
+def _settle(config: EngineConfig) -> None:
+    """Between the start and the first step. What is alive now stays alive: left to the collector, torch's objects cost
+    a step 0.1 s now and then."""
+    from engine.device import resolve_device
+
+    gc.collect()
+    gc.freeze()
+    if resolve_device(config.device, config.rank).type == "cpu":
+        gather_memory()  # else a step that has read all weights finds nothing of what it needs next
+
+
+def _failure(error: Exception) -> BatonError:
+    """What is reported of the error that ends this process."""
+    if isinstance(error, BatonError):
+        return error
+    _log.error("the engine failed", exc_info=error)
+    return BatonError(ErrorCode.ENGINE_DEAD, "the engine failed; see its log", metadata={"cause": type(error).__name__})
+
+
+def _serve(
+    configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], options: argparse.Namespace
+) -> int:
     """Runs the engine; whatever ends it is told to the front."""
     try:
         config = EngineConfig.from_json(configuration)
@@ -106,40 +158,38 @@ def _serve(configuration: bytes, inbox: zmq.Socket[bytes], outbox: zmq.Socket[by
 
     wakeup = Wakeup()
     core: EngineCore | None = None
+    hub: Hub | None = None
     try:
-        setup_logging(
-            config.role,
-            config.log_level,  # type: ignore[arg-type]  # checked by the front's settings
-            config.log_format,  # type: ignore[arg-type]
-            rank=config.rank,
-            process=f"engine:{os.getpid()}",
-        )
-        core, ready = start_core(config, wakeup)
-        from engine.device import resolve_device
+        _set_up_logging(config)
+        if options.followers:
+            from engine.parallel.hub import Hub
 
-        # What is alive now stays alive. Left to the collector, torch's objects cost a step 0.1 s now and then.
-        gc.collect()
-        gc.freeze()
-        if resolve_device(config.device).type == "cpu":
-            gather_memory()  # else a step that has read all weights finds nothing of what it needs next
+            links = [socket.socket(fileno=int(number)) for number in options.followers.split(",")]
+            hub = Hub(links, config.tp_broadcast_timeout_seconds)
+        from engine.startup import start_core
+
+        core, ready = start_core(config, wakeup, hub, _meeting(options))
+        _settle(config)
         outbox.send(msgspec.msgpack.encode(EngineEnvelope(ready=ready)))
         _log.info("engine ready", extra={"blocks": ready.num_blocks, "load_seconds": round(ready.load_seconds, 3)})
         EngineLoop(core, inbox, outbox, wakeup).run()
         return 0
     except EngineUnusable as error:
         failure = error.error
-    except BatonError as error:
-        failure = error
     except Exception as error:
-        _log.exception("the engine failed")
-        failure = BatonError(
-            ErrorCode.ENGINE_DEAD, "the engine failed; see its log", metadata={"cause": type(error).__name__}
-        )
+        failure = _failure(error)
     finally:
         if core is not None:
             core.agent.close(AGENT_CLOSE_S)
+        if hub is not None:
+            hub.close()
         wakeup.close()
     return _report(failure, outbox)
+
+
+def _meeting(options: argparse.Namespace) -> str:
+    """Path of the file where the ranks meet; it has no name in any folder."""
+    return f"/proc/self/fd/{options.meeting}" if options.meeting is not None else ""
 
 
 def _report(failure: BatonError, outbox: zmq.Socket[bytes]) -> int:
@@ -148,138 +198,48 @@ def _report(failure: BatonError, outbox: zmq.Socket[bytes]) -> int:
     return 1
 
 
-def start_core(config: EngineConfig, wakeup: Wakeup) -> tuple[EngineCore, EngineReady]:
-    """Loads the model, makes the KV pool and starts the cache-store agent.
+def _follow(configuration: bytes, options: argparse.Namespace) -> int:
+    """The life of every rank but the first."""
+    set_time_slice(DEFAULT_S)
+    if not _die_with_front(options.front_pid):
+        return 2
+    from engine.core import Wakeup
+    from engine.parallel.follower import Follower, start_follower
+    from engine.parallel.messages import RankFrame
+    from engine.parallel.port import Port
 
-    Raises BatonError that names the flag to change.
-    """
-    import torch
-
-    from cache_store.agent import CacheStoreAgent
-    from engine.core import EngineCore
-    from engine.grammar.compiling import CACHE_BYTES, GrammarWorkers
-    from engine.kv_cache.cache import KvCache
-    from engine.loader.errors import ModelLoadError
-    from engine.memory import device_kv_blocks, free_memory_bytes, kv_blocks
-    from engine.runner.decode_status import capture_sizes
-    from engine.runner.model_runner import ModelRunner
-    from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
-    from engine.transfer import agent_identity, agent_settings, kv_pool
-    from rpc.grammar_compiler import GrammarCompiler
-
-    began = time.monotonic()
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    wakeup = Wakeup()
+    port: Port | None = None
+    follower: Follower | None = None
     try:
-        runner = ModelRunner(
-            Path(config.model),
-            config.dtype,
-            config.block_size,
-            config.max_model_len or None,
-            config.load_format,
-            config.attention_backend,
-            config.device,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-        )
-    except ModelLoadError as error:
-        raise BatonError(ErrorCode.INVALID_PARAMS, f"--model {config.model}: {error}") from error
-    model = runner.config
-    grammars: GrammarWorkers | None = None
-    if config.grammars:
-        compiler = GrammarCompiler.load(
-            Path(config.model),
-            vocab_size=model.vocab_size,
-            stop_token_ids=sorted(model.eos_token_ids),
-            cache_bytes=CACHE_BYTES,
-        )
-        grammars = GrammarWorkers(compiler, wakeup.wake)
-    config.check_lengths(model.max_model_len)
-    config = msgspec.structs.replace(config, block_size=runner.block_size)
-    on_cuda = runner.device.type == "cuda"
-    cuda_graphs = on_cuda if config.enable_cuda_graph is None else config.enable_cuda_graph
-    prefill_graphs = PrefillGraphStart(config, gate_facts(config, runner, cuda_graphs=cuda_graphs), runner)
-    spare = max(prefill_graphs.spare.values(), default=0)
-    sizes: tuple[int, ...] = ()
-    if cuda_graphs and config.role == "decode":
-        sizes = capture_sizes(config.decode_capture_sizes, config.max_num_seqs)
-    if on_cuda:
-        num_blocks = device_kv_blocks(
-            config,
-            runner.measure_device(),
-            bytes_per_block=runner.kv_bytes_per_block(),
-            max_model_len=model.max_model_len,
-            spare_blocks=spare,
-            graphs=len(sizes) * runner.backend.most_graph_plans + len(prefill_graphs.buckets),
-        )
-    else:
-        num_blocks = kv_blocks(
-            config,
-            bytes_per_block=runner.kv_bytes_per_block(),
-            max_model_len=model.max_model_len,
-            free_bytes=free_memory_bytes(),
-        )
-    try:
-        runner.init_kv(1 + num_blocks + spare)  # block 0, and graph scratch
-    except RuntimeError as error:  # torch's way to say that the allocation failed
-        raise BatonError(
-            ErrorCode.INVALID_PARAMS,
-            f"{num_blocks} KV blocks of {runner.kv_bytes_per_block()} bytes cannot be allocated; "
-            "lower --num-kv-blocks or --kv-cache-memory-bytes",
-        ) from error
-    kv = KvCache(runner.groups, num_blocks, config.enable_prefix_caching, prefill_graphs.spare)
-    captured = []
-    debug_folder: Path | None = None
-    on_device = runner.backend.capabilities.device_rows
-    if config.cuda_graph_debug and on_device and (sizes or prefill_graphs.answer.open):
-        debug_folder = Path(tempfile.mkdtemp(prefix="baton-cuda-graphs-"))
-        _log.info("captured graphs are written to %s", debug_folder)
-    if sizes:
-        decode_graphs = runner.capture_decode_graphs(sizes, debug_folder)
-        captured += [decode_graphs] if decode_graphs is not None else []
-    prefill_graphs.finish(kv, debug_folder)
-    if on_cuda:
-        runner.warm_up()
-    engine_id = secrets.token_hex(16)
-    identity = agent_identity(engine_id, runner.model_fingerprint, runner.groups, config.rank)
-    pool = kv_pool(identity.groups, runner.kv_layers, runner.device.type)
-    agent = CacheStoreAgent(identity, pool, agent_settings(config), wake=wakeup.wake)
-    address = agent.start(config.host, config.cache_store_port)
-    core = EngineCore(
-        config,
-        runner,
-        agent,
-        num_blocks=num_blocks,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=frozenset(model.eos_token_ids),
-        kv=kv,
-        embedding_size=runner.embedding_size,
-        grammars=grammars,
-    )
-    ready = EngineReady(
-        engine_id=engine_id,
-        rank=config.rank,
-        model_fingerprint=runner.model_fingerprint,
-        dtype=runner.dtype_name,
-        kv_cache_dtype=runner.groups[0].dtype,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=sorted(model.eos_token_ids),
-        groups=runner.groups,
-        num_blocks=num_blocks,
-        cache_store_address=address,
-        transports=list(agent.transports),
-        attention_backend=runner.attention_backend,
-        prefill_cuda_graph_init=prefill_graphs.status.value,
-        torch_version=str(torch.__version__),
-        load_seconds=time.monotonic() - began,
-        captured=captured + prefill_graphs.captured,
-        embedding_size=runner.embedding_size,
-        grammars=grammars is not None,
-        stats=core.stats(),
-    )
-    return core, ready
+        config = EngineConfig.from_json(configuration)
+        config.check()
+        _set_up_logging(config)
+        port = Port(socket.socket(fileno=options.leader), config.tp_broadcast_timeout_seconds)
+        follower = start_follower(config, port, _meeting(options), wakeup)
+        _settle(config)
+        _log.info("rank ready", extra={"load_seconds": round(time.monotonic() - follower.rank.began, 3)})
+        follower.run()
+        return 0
+    except Exception as error:
+        failure = _failure(error)
+        _log.error("rank ends: %s", failure, extra={"code": failure.code.name})
+        report = engine_error(failure)
+        # The front first: it may end this process once rank 0 has ended.
+        with contextlib.suppress(OSError):
+            os.write(options.report, msgspec.msgpack.encode(EngineFailed(report)))
+        os.close(options.report)
+        if port is not None:
+            with contextlib.suppress(RankLost):
+                port.send(RankFrame(failed=report))
+                port.flush(LAST_MESSAGE_MS / 1000)
+        return 1
+    finally:
+        if follower is not None:
+            follower.rank.agent.close(AGENT_CLOSE_S)
+        if port is not None:
+            port.close()
+        wakeup.close()
 
 
 if __name__ == "__main__":

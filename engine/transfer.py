@@ -18,6 +18,7 @@ from cache_store.layout import GroupLayout
 from cache_store.pool import KvPool
 from engine.config import EngineConfig
 from engine.messages import FinishReason, KvGroupInfo, PrefillInfo, PromptLogprob, RunMode, TokenLogprob
+from engine.parallel.agent_messages import Share, Shares
 from engine.requests import Answer, Request
 from engine.scheduler.batching import StepPlan
 from engine.scheduler.scheduler import Scheduler
@@ -26,6 +27,8 @@ from rpc.errors import BatonError, ErrorCode
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.parallel.agents import RankAgents
 
 HAND_OVER_S = 0.005  # longest time that a computed layer waits for the next ones
 HAND_OVER_BYTES = 1 << 20
@@ -61,7 +64,9 @@ def agent_settings(config: EngineConfig) -> AgentSettings:
     )
 
 
-def agent_identity(engine_id: str, model_fingerprint: str, groups: Iterable[KvGroupInfo], rank: int) -> AgentIdentity:
+def agent_identity(
+    engine_id: str, model_fingerprint: str, groups: Iterable[KvGroupInfo], rank: int, tp_size: int = 1
+) -> AgentIdentity:
     layouts = tuple(
         GroupLayout.of(
             group.tag,
@@ -70,10 +75,11 @@ def agent_identity(engine_id: str, model_fingerprint: str, groups: Iterable[KvGr
             head_dim=group.head_dim,
             block_size=group.block_size,
             dtype=group.dtype,
+            total_kv_heads=group.total_kv_heads,
         )
         for group in groups
     )
-    return AgentIdentity(engine_id, model_fingerprint, layouts[0].dtype, layouts, tp_size=1, rank=rank)
+    return AgentIdentity(engine_id, model_fingerprint, layouts[0].dtype, layouts, tp_size=tp_size, rank=rank)
 
 
 def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], device_type: str) -> KvPool:
@@ -165,7 +171,7 @@ def _logprob_from_wire(value: common_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(value.token_id, value.logprob, value.rank)
 
 
-class _Publisher:
+class Publisher:
     """One step's layer hook. Hands layers to the agent a few at a time where they are small.
 
     Each hand-over wakes the agent's thread, and with it the decode server, which compete with the computation for the
@@ -179,20 +185,20 @@ class _Publisher:
     """
 
     def __init__(
-        self,
-        agent: CacheStoreAgent,
-        shares: Mapping[str, Sequence[tuple[str, int]]],
-        layer_bytes: Mapping[str, int],
-        num_layers: int,
-        defer: Callable[[Callable[[], None]], None],
+        self, agent: CacheStoreAgent | RankAgents, shares: Shares, defer: Callable[[Callable[[], None]], None]
     ) -> None:
-        """shares: per group the request keys with their complete blocks after this step; layer_bytes: per group what
-        one layer of the step adds to that; num_layers: of all groups; defer: takes the last hand-over."""
+        """shares: what the step completes; defer: takes the last hand-over."""
+        self.shares = shares
         self._agent = agent
         self._defer = defer
-        self._shares = shares
+        groups = agent.identity.groups
+        # What one layer of the step adds, on this rank
+        layer_bytes = {
+            group.tag: group.block_bytes * sum(share.new_blocks for share in shares.get(group.tag, ()))
+            for group in groups
+        }
         self._layer_bytes = layer_bytes
-        self._layers_left = num_layers
+        self._layers_left = num_layers = sum(group.num_layers for group in groups)
         small = num_layers * max(layer_bytes.values()) < LATE_BYTES
         self._all_late = agent.on_device and small
         self._last_late = small or not agent.on_device
@@ -218,8 +224,8 @@ class _Publisher:
     def _hand_over(self) -> None:
         after = self._agent.mark()
         for group, layer in self._held:
-            for key, upto in self._shares.get(group, ()):
-                self._agent.publish(key, group, layer, upto, after)
+            for share in self.shares.get(group, ()):
+                self._agent.publish(share.request_key, group, layer, share.upto_block, after)
         self._held.clear()
         self._held_bytes = 0
         self._handed_over_at = time.monotonic()
@@ -230,7 +236,7 @@ class AgentTransfer:
 
     def __init__(
         self,
-        agent: CacheStoreAgent,
+        agent: CacheStoreAgent | RankAgents,
         groups: Sequence[KvGroupInfo],
         vocab_size: int,
         wipe: Callable[[str, Sequence[int]], None],
@@ -239,8 +245,6 @@ class AgentTransfer:
         self._wipe_blocks = wipe
         self._deferred: list[Callable[[], None]] = []
         self._block_sizes = {group.tag: group.block_size for group in groups}
-        self._num_layers = sum(group.num_layers for group in groups)
-        self._block_bytes = {group.tag: group.block_bytes for group in agent.identity.groups}
         self._vocab_size = vocab_size
 
     # -- calls of the scheduler -----------------------------------------------------------------------------
@@ -300,26 +304,23 @@ class AgentTransfer:
 
     # -- inside a step --------------------------------------------------------------------------------------
 
-    def publisher(self, plan: StepPlan) -> Callable[[str, int], None] | None:
+    def publisher(self, plan: StepPlan) -> Publisher | None:
         """The layer hook that hands over what the step completes; None when it completes nothing.
 
         A block is complete with its last token; the last block of a prompt also where the prompt ends inside
         it.
         """
-        shares: dict[str, list[tuple[str, int]]] = {}
-        layer_bytes = dict.fromkeys(self._block_sizes, 0)
+        shares: Shares = {}
         for request, row in zip(plan.requests[plan.num_decode :], plan.rows[plan.num_decode :], strict=True):
             if request.mode is not RunMode.PREFILL or request.lease_over:
                 continue
             end = row.start + len(row.token_ids)
             for tag, size in self._block_sizes.items():
                 upto = -(-end // size) if row.sample else end // size
-                if upto > row.start // size:
-                    shares.setdefault(tag, []).append((request.key, upto))
-                    layer_bytes[tag] += (upto - row.start // size) * self._block_bytes[tag]
-        if not shares:
-            return None
-        return _Publisher(self.agent, shares, layer_bytes, self._num_layers, self._deferred.append)
+                done = row.start // size
+                if upto > done:
+                    shares.setdefault(tag, []).append(Share(request.key, upto, upto - done))
+        return Publisher(self.agent, shares, self._deferred.append) if shares else None
 
     # -- between steps --------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from front.reception import Reception
 from front.settings import FrontSettings
 from front.status_board import StatusBoard
 from front.transfer_health import OWN_FAILURES, READERS_FAILURES, TransferHealth
-from front.wire import ledger_page
+from front.wire import ledger_pages
 from front.worker_service import WorkerFacts, WorkerService, fill_status
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.errors import BatonError, ErrorCode
@@ -103,7 +103,7 @@ class FrontServer:
         self.transfers = TransferHealth(own=OWN_FAILURES if role.name == "prefill" else READERS_FAILURES)
         self.board = StatusBoard(self._fill_status)
         self.feed = EngineFeed(
-            rank=0,
+            tp_size=settings.tensor_parallel_size,
             model_name=settings.served_names[0],
             metrics=self.metrics,
             reception=self.reception,
@@ -171,6 +171,7 @@ class FrontServer:
             "version": version(),
             "pid": os.getpid(),
             "engine_pid": self.engine.client.pid,
+            "engine_pids": self.engine.client.pids,
             "engine_state": self.engine.state.value,
             "grpc": self.grpc_address(),
             "http": self.http_address(),
@@ -187,12 +188,23 @@ class FrontServer:
                 "max_model_len": ready.max_model_len,
                 "vocab_size": ready.vocab_size,
                 "num_blocks": ready.num_blocks,
-                "cache_store": [self.facts.cache_store_address(ready)],
+                "tp_size": self.engine.client.size,
+                "cache_store": self.facts.cache_store_addresses(ready),
                 "transports": ready.transports,
                 "attention_backend": ready.attention_backend,
                 "prefill_cuda_graph_init": ready.prefill_cuda_graph_init,
                 "torch": ready.torch_version,
                 "load_seconds": round(ready.load_seconds, 3),
+                "ranks": [
+                    {
+                        "rank": rank.rank,
+                        "pid": rank.pid,
+                        "cache_store": address,
+                        "load_seconds": round(rank.load_seconds, 3),
+                        "read_bytes": rank.read_bytes,
+                    }
+                    for rank, address in zip(ready.ranks, self.facts.cache_store_addresses(ready), strict=True)
+                ],
             }
         return info
 
@@ -200,7 +212,7 @@ class FrontServer:
         return {
             "role": self.role.name,
             "engine_id": self.engine.engine_id,
-            "ranks": [ledger_page(self.engine.client.rank, self.engine.stats)],
+            "ranks": ledger_pages(self.engine.stats),
         }
 
     def _write_access_line(self, line: Mapping[str, object]) -> None:
@@ -307,7 +319,7 @@ class FrontServer:
             "role": self.role.name,
             "grpc": self.grpc_address(),
             "http": self.http_address(),
-            "cache_store": [self.facts.cache_store_address(ready)],
+            "cache_store": self.facts.cache_store_addresses(ready),
             "engine_id": ready.engine_id,
             "pid": os.getpid(),
         }
@@ -345,7 +357,7 @@ class FrontServer:
         death = self.engine.client.death
         assert death is not None
         self.engine.died(
-            BatonError(ErrorCode.ENGINE_DEAD, death.message, metadata={**death.metadata, "cause": death.code.name})
+            BatonError(ErrorCode.ENGINE_DEAD, death.message, metadata={"cause": death.code.name, **death.metadata})
         )
         if not self.lifecycle.fast.is_set():
             _log.error("engine died: %s", death.message, extra={"code": death.code.name})

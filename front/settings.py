@@ -87,14 +87,6 @@ class FrontSettings(ServerSettings):
         return self
 
     @model_validator(mode="after")
-    def _one_rank(self) -> Self:
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"--tensor-parallel-size {self.tensor_parallel_size}: this version runs one engine per server; use 1"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _model_is_a_folder(self) -> Self:
         folder = Path(self.model)
         if not folder.is_dir():
@@ -157,6 +149,8 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         dtype=settings.dtype,
         load_format=settings.load_format,
         attention_backend=settings.attention_backend,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        tp_broadcast_timeout_seconds=settings.tp_broadcast_timeout_seconds,
         threads=settings.threads or 0,
         block_size=settings.block_size or 0,
         num_kv_blocks=settings.num_kv_blocks or 0,

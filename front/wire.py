@@ -14,6 +14,7 @@ from engine.messages import (
     Ledger,
     PrefillInfo,
     PromptLogprob,
+    RankStats,
     TimelineEvent,
     TokenLogprob,
     TokenOutput,
@@ -88,7 +89,7 @@ def kv_group(group: KvGroupInfo) -> common_pb2.KvGroup:
     return common_pb2.KvGroup(
         tag=group.tag,
         num_layers=group.num_layers,
-        num_kv_heads=group.num_kv_heads,
+        num_kv_heads=group.total_kv_heads or group.num_kv_heads,  # of the model, however many ranks share it
         head_dim=group.head_dim,
         block_size=group.block_size,
         dtype=group.dtype,
@@ -110,8 +111,30 @@ def ledger_counts(rank: int, ledger: Ledger) -> worker_pb2.LedgerCounts:
     )
 
 
-def ledger_page(rank: int, stats: EngineStats) -> dict[str, object]:
-    """One rank's part of `/debug/ledger`."""
+def ledger_pages(stats: EngineStats) -> list[dict[str, object]]:
+    """The ranks' parts of `/debug/ledger`, in order. Every rank has the same blocks and computes the same requests."""
+    return [_ledger_page(stats, part) for part in rank_parts(stats)]
+
+
+def rank_parts(stats: EngineStats) -> list[RankStats]:
+    """What the agent of each rank does, in order of the ranks."""
+    if stats.ranks:
+        return stats.ranks
+    return [
+        RankStats(
+            0,
+            leases=stats.leases,
+            transfers_inflight=stats.transfers_inflight,
+            transfer_queue_depth=stats.transfer_queue_depth,
+            tombstones=stats.tombstones,
+            peers_connected=stats.peers_connected,
+            peers_incompatible=stats.peers_incompatible,
+            peers_lost=stats.peers_lost,
+        )
+    ]
+
+
+def _ledger_page(stats: EngineStats, part: RankStats) -> dict[str, object]:
     groups = []
     for ledger in stats.ledgers:
         counts = {
@@ -129,15 +152,15 @@ def ledger_page(rank: int, stats: EngineStats) -> dict[str, object]:
         }
         groups.append({"group": ledger.group, **counts, "imbalance": ledger_imbalance(ledger)})
     return {
-        "rank": rank,
+        "rank": part.rank,
         "groups": groups,
         "running_requests": stats.running,
         "waiting_requests": stats.waiting,
         "loading_requests": stats.loading,
-        "leases": stats.leases,
-        "transfers_inflight": stats.transfers_inflight,
-        "transfer_queue_depth": stats.transfer_queue_depth,
-        "oldest_hold_seconds": stats.oldest_hold_seconds,
+        "leases": part.leases,
+        "transfers_inflight": part.transfers_inflight,
+        "transfer_queue_depth": part.transfer_queue_depth,
+        "oldest_hold_seconds": {**stats.oldest_hold_seconds, **part.oldest_hold_seconds},
     }
 
 

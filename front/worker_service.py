@@ -17,7 +17,7 @@ from front.reception import Reception
 from front.settings import FrontSettings
 from front.status_board import StatusBoard
 from front.validation import out_of_range
-from front.wire import kv_group, ledger_counts
+from front.wire import kv_group, ledger_counts, rank_parts
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.server import join_address
 from rpc.version import PROTOCOL_VERSION, version
@@ -36,10 +36,10 @@ class WorkerFacts:
     allows_local_prefill: bool
     http_address: Callable[[], str]
 
-    def cache_store_address(self, ready: EngineReady) -> str:
-        """host:port of the rank's cache store as other hosts reach it."""
-        port = int(ready.cache_store_address.rpartition(":")[2])
-        return join_address(self.settings.advertised_host, port)
+    def cache_store_addresses(self, ready: EngineReady) -> list[str]:
+        """host:port of each rank's cache store as other hosts reach it, in order."""
+        ports = [int(address.rpartition(":")[2]) for address in ready.cache_store_addresses]
+        return [join_address(self.settings.advertised_host, port) for port in ports]
 
 
 def worker_info(facts: WorkerFacts, ready: EngineReady) -> worker_pb2.WorkerInfo:
@@ -55,7 +55,7 @@ def worker_info(facts: WorkerFacts, ready: EngineReady) -> worker_pb2.WorkerInfo
         kv_dtype=ready.kv_cache_dtype,
         groups=[kv_group(group) for group in ready.groups],
         tp_size=facts.settings.tensor_parallel_size,
-        cache_store_addresses=[facts.cache_store_address(ready)],
+        cache_store_addresses=facts.cache_store_addresses(ready),
         transports=ready.transports,
         max_model_len=ready.max_model_len,
         vocab_size=ready.vocab_size,
@@ -90,7 +90,8 @@ def fill_status(
     status.engine_id = engine.engine_id
     stats = engine.stats
     status.running, status.waiting, status.loading = stats.running, stats.waiting, stats.loading
-    status.ledgers.extend(ledger_counts(engine.client.rank, ledger) for ledger in stats.ledgers)
+    for part in rank_parts(stats):
+        status.ledgers.extend(ledger_counts(part.rank, ledger) for ledger in stats.ledgers)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):

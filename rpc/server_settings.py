@@ -164,7 +164,14 @@ class ServerSettings(CommonSettings):
         "auto", description="attention implementation; auto takes what was measured to be fastest on the device"
     )
     tensor_parallel_size: Annotated[int, Flag(("-tp", "--tp-size"))] = Field(
-        1, ge=1, le=1024, description="engine processes that share the model"
+        1, ge=1, le=16, description="engine processes (ranks) that share the model"
+    )
+    tp_broadcast_timeout_seconds: float = Field(
+        60.0,
+        ge=1,
+        le=600,
+        description="longest time for a message between ranks, an operation of all of them, or a silence of one; after "
+        "that the engine ends",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of an engine; default: all cores")
     enable_cuda_graph: bool | None = Field(

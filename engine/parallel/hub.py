@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.parallel.agent_messages import AgentCall
+from engine.first_cause import PEERS_LOST
+from engine.messages import RankFacts
+from engine.parallel.agent_messages import AgentCall, error_of
 from engine.parallel.frame_socket import HEADER_BYTES, MOST_BYTES, FrameSocket
 from engine.parallel.lost import RankLost
-from engine.parallel.messages import PROTOCOL_VERSION, FollowerFrame, FollowerReady, FollowerStart, RankFrame, StepOrder
-from rpc.errors import ErrorCode
+from engine.parallel.messages import PROTOCOL_VERSION, FollowerFrame, FollowerStart, RankFrame, StepOrder
 
 HEARTBEAT_S = 1.0  # longest silence towards the followers while they have nothing to do, if the deadline allows it
 BLAME_S = 0.5  # how long a failed step waits for the rank that is at fault to say so
-COLLECTIVE_FAILED = "collective_failed"  # cause of a rank that lost its peers in a collective operation
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Follower:
     lost: RankLost | None = None
     reached: str = ""
     hello: bool = False
-    ready: FollowerReady | None = None
+    ready: RankFacts | None = None
 
 
 class Hub:
@@ -93,7 +93,7 @@ class Hub:
             follower.reached = ""
         self._send(FollowerFrame(self._next(), proceed=True))
 
-    def ready(self, deadline: float) -> list[FollowerReady]:
+    def ready(self, deadline: float) -> list[RankFacts]:
         """What the followers say about themselves, in the order of their ranks, once all can compute."""
         self._wait_until(lambda follower: follower.ready is not None, "become ready", deadline)
         return [follower.ready for follower in self._followers if follower.ready is not None]
@@ -133,6 +133,7 @@ class Hub:
     def heartbeat(self) -> None:
         """To be called by a loop that has nothing to compute, at least every `wait_s()`: shows the followers that
         rank 0 lives, and asks each for a sign of life."""
+        self._take()
         now = self._clock()
         if now - self._sent_at >= self._heartbeat_s:
             seq = self._next()
@@ -165,6 +166,8 @@ class Hub:
     def _send(self, frame: FollowerFrame) -> None:
         if self.failure is not None:
             raise self.failure
+        if self._stopped and not frame.stop:
+            return  # nobody is there any more
         if self._calls:
             frame.calls, self._calls = self._calls, []
         if self._wipes:
@@ -245,7 +248,7 @@ class Hub:
                 if follower.lost is None:
                     self._read(follower)
             found = [follower.lost for follower in self._followers if follower.lost is not None]
-            own = [lost for lost in found if lost.metadata["cause"] not in ("closed", COLLECTIVE_FAILED)]
+            own = [lost for lost in found if lost.metadata["cause"] not in ("closed", PEERS_LOST)]
             left_s = deadline - self._clock()
             if own or left_s <= 0 or all(follower.lost is not None for follower in self._followers):
                 gone = [lost for lost in found if lost.metadata["cause"] == "closed"]
@@ -260,6 +263,8 @@ class Hub:
         """Reads what has come. Raises RankLost."""
         if self.failure is not None:
             raise self.failure
+        if self._stopped:
+            return  # they leave, one before the other
         for descriptor, _ in self._readable.poll(0):
             follower = self._by_descriptor[descriptor]
             self._read(follower)
@@ -282,9 +287,7 @@ class Hub:
 
     def _book(self, follower: _Follower, frame: RankFrame) -> None:
         if frame.failed is not None:
-            failed = frame.failed
-            name = ErrorCode(failed.code).name if failed.code in ErrorCode else str(failed.code)
-            follower.lost = RankLost.failed(follower.rank, failed.message, failed.metadata, name)
+            follower.lost = RankLost.of(follower.rank, error_of(frame.failed))
             return
         if frame.hello:
             follower.hello = True

@@ -22,8 +22,8 @@ class RankLost(BatonError):
         self.rank = rank
 
     @classmethod
-    def failed(cls, rank: int, message: str, metadata: dict[str, str], code_name: str) -> RankLost:
+    def of(cls, rank: int, error: BatonError) -> RankLost:
         """A rank that said itself why it cannot go on."""
-        cause = metadata.get("cause", code_name)
-        context = {key: value for key, value in metadata.items() if key not in ("rank", "cause")}
-        return cls(rank, cause, f"failed: {message}", **context, cause_code=code_name)
+        context = {key: value for key, value in error.metadata.items() if key not in ("rank", "cause", "cause_code")}
+        cause = error.metadata.get("cause", error.code.name)
+        return cls(rank, cause, f"failed: {error.message}", **context, cause_code=error.code.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.messages import CapturedGraphs, EngineError, Observation, RankStats
+from engine.messages import EngineError, Observation, RankFacts, RankStats
 from engine.parallel.agent_messages import AgentCall, RankEvent, Share
 
 PROTOCOL_VERSION = 1
@@ -53,6 +53,7 @@ class StepOrder(msgspec.Struct, omit_defaults=True):
     """A step, which every rank computes. Its number and order of collectives depend on nothing but this."""
 
     rows: list[RowOrder]
+    kind: str  # decode, prefill or mixed
     shares: dict[str, list[Share]] = {}  # by group, what each rank publishes of its own KV, layer by layer
 
 
@@ -60,7 +61,6 @@ class FollowerStart(msgspec.Struct):
     """What a follower needs of rank 0 before it loads."""
 
     engine_id: str
-    rendezvous_port: int  # of the loopback interface, where the ranks' collectives meet
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -78,23 +78,13 @@ class FollowerFrame(msgspec.Struct, omit_defaults=True):
     skipped: int = 0  # with `stop`: requests that would have been computed next
 
 
-class FollowerReady(msgspec.Struct, omit_defaults=True):
-    """The follower can compute."""
-
-    cache_store_address: str  # host:port that its agent listens on, as seen on the bind side
-    load_seconds: float
-    read_bytes: int = 0  # of the checkpoint's files
-    transports: list[str] = []
-    captured: list[CapturedGraphs] = []
-
-
 class RankFrame(msgspec.Struct, omit_defaults=True):
     """A follower to rank 0."""
 
     hello: int = 0  # the follower's process id, in its first frame
     protocol_version: int = PROTOCOL_VERSION
     reached: str = ""  # it waits here for the others
-    ready: FollowerReady | None = None
+    ready: RankFacts | None = None  # it can compute
     events: list[RankEvent] = []
     observations: list[Observation] = []
     stats: RankStats | None = None

@@ -12,6 +12,7 @@ from rpc.graph_status import PrefillGraphStatus
 
 if TYPE_CHECKING:
     from engine.input_embeddings import EmbeddingRows
+    from engine.parallel.agent_messages import Shares
     from engine.sampling.row import SamplingRow
 
 
@@ -36,6 +37,8 @@ class BatchRow:
 @dataclass(slots=True)
 class StepBatch:
     rows: list[BatchRow]  # decode rows first, then prefill rows; results keep the order
+    kind: str = ""  # decode, prefill or mixed
+    shares: Shares = field(default_factory=dict)  # what the step completes of staged prompts
 
 
 @dataclass(slots=True)

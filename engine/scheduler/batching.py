@@ -32,7 +32,7 @@ class StepPlan:
 
     @property
     def batch(self) -> StepBatch:
-        return StepBatch(self.rows)
+        return StepBatch(self.rows, self.kind)
 
     @property
     def kind(self) -> str:

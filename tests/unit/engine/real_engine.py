@@ -22,7 +22,7 @@ from engine.messages import (
     SamplingParams,
     StagedEnd,
 )
-from engine.process import start_core
+from engine.startup import start_core
 from rpc.errors import ErrorCode
 from rpc.grammar import GrammarSpec
 from rpc.input_embeddings import InputEmbedding

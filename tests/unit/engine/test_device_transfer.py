@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from cache_store.layout import GroupLayout
 from cache_store.pool import StagedKvPool
 from cache_store.stream_copies import StreamCopyEngine
 from engine.messages import RunMode
-from engine.transfer import HAND_OVER_BYTES, LATE_BYTES, _Publisher
+from engine.parallel.agent_messages import Share
+from engine.transfer import HAND_OVER_BYTES, LATE_BYTES, Publisher
 from rpc import faults
 from rpc.errors import ErrorCode
 from tests.unit.cache_store.late_device import LateDevice
@@ -56,8 +58,9 @@ def test_pd_when_the_kv_is_on_a_device_then_the_tokens_are_those_of_one_engine(t
 class Told:
     """Takes what a publisher hands over."""
 
-    def __init__(self, on_device: bool) -> None:
+    def __init__(self, on_device: bool, block_bytes: int) -> None:
         self.on_device = on_device
+        self.identity = SimpleNamespace(groups=[SimpleNamespace(tag="full", num_layers=3, block_bytes=block_bytes)])
         self.marks = 0
         self.published: list[tuple[str, int, int | None]] = []
 
@@ -81,9 +84,9 @@ class Told:
 def test_layers_of_a_step_when_they_are_queued_then_they_are_handed_over_in_time(
     on_device: bool, layer_bytes: int, at_once: list[int], late: list[int]
 ) -> None:
-    agent = Told(on_device)
+    agent = Told(on_device, layer_bytes // 2)
     deferred: list[Callable[[], None]] = []
-    publisher = _Publisher(agent, {"full": [("k", 7)]}, {"full": layer_bytes}, 3, deferred.append)  # type: ignore[arg-type]
+    publisher = Publisher(agent, {"full": [Share("k", 7, 2)]}, deferred.append)  # type: ignore[arg-type]
     for layer in range(3):
         publisher("full", layer)
     assert [layer for _, layer, _ in agent.published] == at_once

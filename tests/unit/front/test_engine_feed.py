@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
-from engine.messages import EngineStats, KvEvent, Ledger, Observation, StepMessage
+from engine.messages import EngineStats, KvEvent, Ledger, Observation, RankFacts, RankStats, StepMessage
 from front.engine_feed import EngineFeed
 from front.kv_index import KvIndex
 from front.transfer_health import TransferHealth
-from front.wire import ledger_imbalance, ledger_page
+from front.wire import ledger_imbalance, ledger_pages
 from tests.unit.front.scripted_engine import Front, engine_ready
 
 LEDGER = Ledger("full", total=20, free=10, running=1, staged=2, receiving=0, quarantined=0, cached=7, reserved=1)
 
 
-def feed_of(front: Front) -> EngineFeed:
+def feed_of(front: Front, tp_size: int = 1) -> EngineFeed:
     return EngineFeed(
-        rank=0,
+        tp_size=tp_size,
         model_name="tiny",
         metrics=front.metrics,
         reception=front.reception,
@@ -96,10 +97,28 @@ async def test_came_up_when_the_engine_is_ready_then_model_and_engine_are_descri
 def test_ledger_page_when_states_do_not_add_up_then_the_difference_shows() -> None:
     leaky = Ledger("full", total=20, free=10, running=1, staged=2, receiving=0, quarantined=0, cached=4, reserved=1)
     assert ledger_imbalance(leaky) == 3
-    page = ledger_page(0, EngineStats(ledgers=[leaky]))
+    [page] = ledger_pages(EngineStats(ledgers=[leaky]))
     assert page["groups"] == [
         {
             "group": "full", "total": 20, "free": 10, "running": 1, "staged": 2, "receiving": 0, "quarantined": 0,
             "cached": 4, "reserved": 1, "imbalance": 3,
         }
     ]  # fmt: skip
+
+
+async def test_figures_when_an_engine_has_two_ranks_then_each_has_its_own_beside_the_blocks_of_all() -> None:
+    front = Front("decode")
+    feed = feed_of(front, tp_size=2)
+    facts = [RankFacts(rank, 100 + rank, f"127.0.0.1:{rank + 1}", 0.5) for rank in range(2)]
+    feed.came_up(msgspec.structs.replace(engine_ready(), ranks=facts))
+    parts = [RankStats(0, transfer_queue_depth=3), RankStats(1, leases=1, oldest_hold_seconds={"staged": 2.0})]
+    stats = EngineStats(ledgers=[LEDGER], leases=1, transfer_queue_depth=3, ranks=parts)
+    feed.book_stats(stats)
+    value = front.metrics.value
+    assert [value("baton_engine_up", rank=rank) for rank in "01"] == [1, 1]
+    assert [value("baton_kv_blocks", rank=rank, group="full", state="cached") for rank in "01"] == [7, 7]
+    assert [value("baton_kv_transfer_queue_depth", rank=rank) for rank in "01"] == [3, 0]
+    assert [value("baton_kv_oldest_hold_seconds", rank=rank, state="staged") for rank in "01"] == [None, 2.0]
+    assert [(page["rank"], page["leases"]) for page in ledger_pages(stats)] == [(0, 0), (1, 1)]
+    feed.died()
+    assert [value("baton_engine_up", rank=rank) for rank in "01"] == [0, 0]

@@ -1,0 +1,158 @@
+"""A rank that follows: it holds its share of the model and of the KV, and does what rank 0's frames say, in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.core import Wakeup
+from engine.device import resolve_device
+from engine.messages import Observation, RankFacts
+from engine.parallel.agent_messages import apply, event_message, rank_stats
+from engine.parallel.communicator import connect
+from engine.parallel.leader import CONNECT, LOADED, start_deadline
+from engine.parallel.lost import RankLost
+from engine.parallel.messages import PROTOCOL_VERSION, FollowerFrame, RankFrame, StepOrder
+from engine.parallel.port import Port
+from engine.parallel.step_orders import FollowedSteps, embeddings_travel_apart, take_embeddings
+from engine.startup import LoadedRank, finish_rank, load_model
+from engine.transfer import Publisher
+from rpc.faults import fault
+
+FIGURES_S = 0.25  # longest time that a follower keeps its agent's figures back while there is anything to tell
+
+_log = logging.getLogger(__name__)
+
+
+def start_follower(config: EngineConfig, port: Port, meeting: str, wakeup: Wakeup) -> Follower:
+    """Takes part in the start of the engine; returns once this rank can compute.
+
+    Raises BatonError that names the flag to change, RankLost, CollectiveFailed.
+    """
+    began = time.monotonic()
+    port.send(RankFrame(hello=os.getpid()))
+    deadline = start_deadline(config)
+    start = _awaited(port, deadline).start
+    if start is None or start.protocol_version != PROTOCOL_VERSION:
+        raise RankLost(0, "protocol", "is of another version; install one version")
+    _meet(port, CONNECT, deadline)
+    device = resolve_device(config.device, config.rank)
+    size, timeout_s = config.tensor_parallel_size, config.tp_broadcast_timeout_seconds
+    communicator = connect(config.rank, size, meeting, device, timeout_s)
+    runner = load_model(config, communicator)
+    _meet(port, LOADED, deadline)
+    rank = finish_rank(config, runner, start.engine_id, wakeup.wake, began)
+    facts = RankFacts(config.rank, os.getpid(), rank.address, time.monotonic() - began, captured=rank.captured)
+    communicator.begin_serving()
+    port.send(RankFrame(ready=facts))
+    return Follower(rank, port, wakeup)
+
+
+def _awaited(port: Port, deadline: float) -> FollowerFrame:
+    frame = port.receive(deadline)
+    assert frame is not None  # nothing else wakes it yet
+    return frame
+
+
+def _meet(port: Port, place: str, deadline: float) -> None:
+    port.send(RankFrame(reached=place))
+    if not _awaited(port, deadline).proceed:
+        raise RankLost(0, "protocol", f"did not wait at {place!r}")
+
+
+class Follower:
+    """The loop of one follower. Belongs to one thread."""
+
+    def __init__(self, rank: LoadedRank, port: Port, wakeup: Wakeup) -> None:
+        self.rank = rank
+        self._port = port
+        self._wakeup = wakeup
+        self._steps = FollowedSteps()
+        self._apart = embeddings_travel_apart(rank.runner.device)
+        self._deferred: list[Callable[[], None]] = []
+        self._told_at = 0.0
+        port.watch(wakeup.fileno())
+
+    def run(self) -> None:
+        """Until rank 0 says to stop.
+
+        Raises RankLost when rank 0 is gone or silent, CollectiveFailed when a rank did not take part in a step, and
+        whatever a step of this rank raises.
+        """
+        # Rank 0 has yet to tell the front, and to settle; its first frame ends the start.
+        deadline: float | None = max(start_deadline(self.rank.config), time.monotonic() + self._port.timeout_s)
+        while True:
+            frame = self._port.receive(deadline)
+            if frame is None:
+                self._wakeup.clear()
+                self._tell()
+                continue
+            deadline = None
+            if not self._do(frame):
+                break
+            self._hand_over()
+            self._tell(pong=frame.seq if frame.heartbeat else 0)
+        self.rank.runner.release()
+
+    def _do(self, frame: FollowerFrame) -> bool:
+        """False: that was the last frame."""
+        for group, blocks in frame.wipes:
+            self.rank.runner.wipe(group, blocks)
+        for call in frame.calls:
+            apply(call, self.rank.agent)
+        if frame.stop:
+            requests = frame.skipped + (len(frame.step.rows) if frame.step is not None else 0)
+            if requests:
+                _log.info("the next step is skipped: the engine stops", extra={"requests": requests, "seq": frame.seq})
+            return False
+        if frame.step is not None:
+            self._compute(frame.step)
+        return True
+
+    def _compute(self, order: StepOrder) -> None:
+        """Fault points `engine.step` and `engine.layer`, as on rank 0."""
+        runner, rank = self.rank.runner, self.rank.config.rank
+        batch = self._steps.batch(order)
+        fault("engine.step", kind=order.kind, request_key=batch.rows[0].request_key, rank=rank)
+        if self._apart:
+            take_embeddings(batch, runner.communicator, runner.device, runner.config.hidden_size)
+        runner.follow(batch, self._layer_hook(order))
+
+    def _layer_hook(self, order: StepOrder) -> Callable[[str, int], None] | None:
+        if order.kind == "decode":
+            return None
+        rank = self.rank
+        publish = Publisher(rank.agent, order.shares, self._deferred.append) if order.shares else None
+
+        def on_layer(group: str, layer: int) -> None:
+            fault("engine.layer", group=group, layer=layer, rank=rank.config.rank)
+            if publish is not None:
+                publish(group, layer)
+
+        return on_layer
+
+    def _hand_over(self) -> None:
+        while self._deferred:
+            self._deferred.pop(0)()
+
+    def _tell(self, pong: int = 0) -> None:
+        """What the agent has to say, to rank 0; its figures with it, and from time to time by themselves."""
+        agent = self.rank.agent
+        events = agent.poll_events()
+        now = time.monotonic()
+        if not events and not pong and now < self._told_at + FIGURES_S:
+            return
+        self._told_at = now
+        self._port.send(
+            RankFrame(
+                events=[event_message(event) for event in events],
+                observations=[
+                    Observation(item.name, dict(item.labels), item.value) for item in agent.take_observations()
+                ],
+                stats=rank_stats(self.rank.config.rank, agent.stats()),
+                pong=pong,
+            )
+        )
