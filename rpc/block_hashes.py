@@ -19,6 +19,8 @@ from hashlib import blake2b
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 _KEY = b"baton.kv.block.v1"
+# Has taken the key in; to copy it takes half the time of making one.
+_KEYED = blake2b(digest_size=HASH_BYTES, key=_KEY)
 
 
 def root_hash(block_size: int, salt: str = "", embeddings: bytes = b"") -> bytes:
@@ -44,7 +46,9 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 def packed_hash(parent: bytes, packed: bytes) -> bytes:
     """`block_hash` of a block whose tokens are packed already."""
-    return blake2b(parent + packed, digest_size=HASH_BYTES, key=_KEY).digest()
+    state = _KEYED.copy()
+    state.update(parent + packed)
+    return state.digest()
 
 
 class HashChain:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rpc.block_hashes import TOKEN_BYTES, pack_tokens, packed_hash, root_hash
 
+AHEAD = 4
+
 
 class PromptBlocks:
     """The full blocks of `token_ids`, in order. Salt and digest as the servers take them (rpc/block_hashes.py)."""
@@ -20,21 +22,17 @@ class PromptBlocks:
         self._hashes: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
-        hashes = self._hashes
-        yield from hashes
-        for _ in range(len(hashes), self.count):
-            yield self._next()
+        yield from self._hashes
+        while len(self._hashes) < self.count:
+            # A few at a time, which costs less than one by one.
+            known = len(self._hashes)
+            yield from self.first(known + AHEAD)[known:]
 
     def first(self, count: int) -> list[bytes]:
         """The hashes of the first `count` blocks, or of all when there are fewer."""
-        while len(self._hashes) < min(count, self.count):
-            self._next()
-        return self._hashes[:count]
-
-    def _next(self) -> bytes:
-        hashes = self._hashes
-        start = len(hashes) * self._bytes
+        hashes, packed, size = self._hashes, self._packed, self._bytes
         parent = hashes[-1] if hashes else self._root
-        found = packed_hash(parent, self._packed[start : start + self._bytes])
-        hashes.append(found)
-        return found
+        for start in range(len(hashes) * size, min(count, self.count) * size, size):
+            parent = packed_hash(parent, packed[start : start + size])
+            hashes.append(parent)
+        return hashes[:count]

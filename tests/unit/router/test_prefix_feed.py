@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.prefix.blocks import PromptBlocks
+from router.requests import Sampling
 from tests.unit.router.scripted import Cluster, Hold, make_request, running_cluster
 
 PROMPT = tuple(range(100, 180))  # five blocks
@@ -111,7 +112,7 @@ async def test_choose_when_the_salt_differs_or_the_whole_prompt_is_computed_then
         await known(cluster, having, 5)
         assert cluster.chooser.choose(make_request(PROMPT), 0).predicted_tokens == 64
         assert cluster.chooser.choose(make_request(PROMPT, cache_salt="tenant"), 0).predicted_tokens == 0
-        sampling = make_request().sampling.__class__(max_tokens=4, seed=1, prompt_logprobs=0)
+        sampling = Sampling(max_tokens=4, seed=1, prompt_logprobs=0)
         assert cluster.chooser.choose(make_request(PROMPT, sampling=sampling), 0).predicted_tokens == 0
 
 

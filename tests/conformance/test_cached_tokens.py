@@ -1,0 +1,126 @@
+"""Cached tokens are those of the server that computed the prompt, counted once, wherever they are told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.conformance.live_cluster import BLOCK, COMPLETIONS, KEY_METADATA, MODEL, Live
+from tests.integration.cluster import wait_for
+from tests.integration.generation_client import TIMEOUT_S, request_of
+
+PROMPT_TOKENS = 100
+PART = 3 * BLOCK
+HITS = {"no": 0, "partial": PART, "full": PROMPT_TOKENS // BLOCK * BLOCK}
+_numbers = itertools.count(1)
+
+
+def new_prompt() -> list[int]:
+    """A prompt that begins like no other."""
+    number = next(_numbers)
+    return [3 + number % 200, 3 + number // 200, *(10 + (7 * number + i) % 200 for i in range(PROMPT_TOKENS - 2))]
+
+
+@dataclass
+class Told:
+    """What one request says about itself."""
+
+    prompt: int
+    cached: int
+    path: str
+    attempts: int
+
+
+def ask_http(live: Live, prompt: Sequence[int], *, stream: bool) -> Told:
+    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    response = live.http.post(COMPLETIONS, json=body)
+    assert response.status_code == 200, response.text
+    if stream:
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+        last = json.loads(events[-1])
+    else:
+        last = response.json()
+    usage, baton = last["usage"], last["baton"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Told(usage["prompt_tokens"], cached, baton["path"], baton["attempts"])
+
+
+def ask_grpc(live: Live, prompt: Sequence[int], *, stream: bool) -> Told:
+    request = request_of(prompt, 2)
+    request.stream = stream
+    stub = generation_pb2_grpc.GenerationStub(live.router)
+    *_, last = stub.Generate(request, timeout=TIMEOUT_S, metadata=KEY_METADATA)
+    return Told(last.usage.prompt_tokens, last.usage.cached_tokens, last.baton.path, last.baton.attempts)
+
+
+def flush(live: Live, role: str) -> None:
+    """Empties the prefix cache of one server, whose requests have all ended."""
+    channel = live.prefill if role == "prefill" else live.decode
+    worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest(), timeout=5)
+
+
+def make_hits(live: Live, prompt: list[int], on_prefill: str, on_decode: str) -> list[Told]:
+    """Requests after which the two servers have that much of the prompt; what they told."""
+    told = []
+    hits = {"prefill": on_prefill, "decode": on_decode}
+    for name, part in (("full", prompt), ("partial", prompt[:PART])):
+        if name not in hits.values():
+            continue
+        told.append(ask_http(live, part, stream=False))
+        live.cluster.assert_clean_ledgers()
+        for role, hit in hits.items():
+            if HITS[hit] < HITS[name]:
+                flush(live, role)
+    return told
+
+
+class Counters:
+    """What the processes have counted so far."""
+
+    def __init__(self, live: Live) -> None:
+        self.routers = live.cluster.router.metric("baton_cached_prompt_tokens_total", model_name=MODEL) or 0
+        self.prompts = live.cluster.router.metric("baton_prompt_tokens_total", model_name=MODEL) or 0
+        self.servers = live.p.metric("baton_prefix_cache_hit_tokens_total") or 0
+        self.skipped = live.d.metric("baton_kv_blocks_skipped_total") or 0
+
+
+@pytest.mark.parametrize("on_decode", HITS)
+@pytest.mark.parametrize("on_prefill", HITS)
+def test_r5_cached_tokens_when_servers_have_parts_of_the_prompt_then_all_tell_those_of_the_prefill_server(
+    live: Live, on_prefill: str, on_decode: str
+) -> None:
+    live.cluster.assert_clean_ledgers()
+    before = Counters(live)
+    all_told, skipped = [], 0
+    for ask, stream in itertools.product((ask_http, ask_grpc), (False, True)):
+        prompt = new_prompt()
+        all_told += make_hits(live, prompt, on_prefill, on_decode)
+        # In the one case the part is asked for again while the decode server has all of it.
+        again = PART if (on_prefill, on_decode) == ("partial", "full") else 0
+        skipped += (HITS[on_decode] + again) // BLOCK
+        told = ask(live, prompt, stream=stream)
+        live.cluster.assert_clean_ledgers()
+        assert told == Told(PROMPT_TOKENS, HITS[on_prefill], "pd", 1), (ask, stream)
+        all_told.append(told)
+    assert all(0 <= told.cached <= told.prompt for told in all_told)
+    cached = sum(told.cached for told in all_told)
+
+    expected = (cached, sum(told.prompt for told in all_told), cached, skipped)
+
+    def counted() -> bool:
+        now = Counters(live)
+        return expected == (
+            now.routers - before.routers,
+            now.prompts - before.prompts,
+            now.servers - before.servers,
+            now.skipped - before.skipped,
+        )
+
+    wait_for("counters that agree with what was told", counted, 5.0, poll_s=0.05)
