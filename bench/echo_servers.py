@@ -132,10 +132,11 @@ async def _serve(pipe: Connection) -> None:
         await told.wait()
         told.clear()
         try:
-            pipe.recv()
+            while pipe.poll():  # the loop may have noticed one message twice
+                pipe.recv()
+                gate.set()
         except EOFError:
             break
-        gate.set()
     for server in servers:
         await server.stop(None)
 

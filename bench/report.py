@@ -6,26 +6,22 @@ Prints the page `docs/benchmarks.md`, its progress on stderr. `--check` ends wit
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench import access_log
+from bench.circumstances import circumstances, sentence
 from bench.comparison import EQUAL_PROMPTS, EQUAL_TOKENS, Case, Comparison, MeasurementFailed, compare
 from bench.process_starts import StartFailed, start_seconds
 from cli.launch import LaunchError
 from cli.model_prepare import ModelPrepareError, prepare_model
-from rpc.version import revision, version
 
 # At least so many times the tokens per second of transformers: dtype, kind, streams.
 TARGETS = {
@@ -161,26 +157,10 @@ def show_access_log(page: Page) -> None:
     page.line(access_log.page(access_log.LINES, sigterm=True))
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def source_revision() -> str:
-    """The commit that is measured, where there is one to be found."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return revision() or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return "unknown revision"
-
-
 def show_circumstances(page: Page, model: str, threads: int, rounds: int) -> None:
-    machine = f"{cpu_name()}, {os.cpu_count()} cores, load average before {os.getloadavg()[0]:.1f}"
     page.line(
-        f"{datetime.now(UTC):%Y-%m-%d}, Baton {version()} ({source_revision()}). {machine}. {model}, 1 prefill and 1 "
-        f"decode server, {threads} threads each, {rounds} rounds. Figures are medians (lowest–highest)."
+        f"{sentence(circumstances())} {model}, 1 prefill and 1 decode server, {threads} threads each, {rounds} rounds. "
+        "Figures are medians (lowest–highest)."
     )
     page.line(
         f"\nThis page is what `make bench` prints: `python -m bench.report --rounds {rounds} --threads {threads}`."

@@ -64,6 +64,7 @@ class Turn:
 class RouterProcess:
     def __init__(self, process: subprocess.Popen[bytes], http: str, grpc_address: str) -> None:
         self.pid = process.pid
+        self.wait = process.wait
         self.http = http
         self.grpc = grpc_address
 

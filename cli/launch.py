@@ -108,6 +108,14 @@ class Launcher:
             if waiting:
                 waiting[0].wait_listening(WATCH_S)
 
+    def start_again(self, process: Process) -> None:
+        """One of the processes, which has ended, on the ports that it had; returns when it listens. Raises LaunchError.
+
+        For whoever does not `supervise`.
+        """
+        process.start(self._environ())
+        self._wait_ready([process], None)
+
     def _environ(self) -> dict[str, str]:
         ours = SHARED_CORES | DENSE_MEMORY
         return {**{k: v for k, v in ours.items() if k not in os.environ}, **self.environ}
