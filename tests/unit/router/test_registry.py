@@ -92,7 +92,7 @@ async def test_remove_when_a_request_is_open_there_then_it_goes_on_and_no_new_on
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"protocol_version": 2}, "protocol_version"),
+        ({"protocol_version": 99}, "protocol_version"),
         ({"model_fingerprint": "0" * 32}, "model_fingerprint"),
         ({"role": worker_pb2.ROLE_PREFILL, "cache_store_addresses": ["h:1"]}, "is a prefill server"),
         ({"kv_dtype": "bfloat16"}, "kv_dtype"),
