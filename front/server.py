@@ -74,7 +74,10 @@ class FrontServer:
         self.role = role
         self.settings = settings
         self.metrics = Registry.for_process(
-            role.name, colocated=role.allows_local_prefill, counting=not settings.disable_metrics
+            role.name,
+            colocated=role.allows_local_prefill,
+            tensor_parallel=settings.tensor_parallel_size > 1,
+            counting=not settings.disable_metrics,
         )
         self.engine = EngineLink(EngineClient(config), settings.served_names)
         self.lifecycle = Lifecycle()

@@ -107,9 +107,12 @@ class Registry:
             GCCollector(registry=self._process)
 
     @staticmethod
-    def for_process(role: Role, *, colocated: bool = False, counting: bool = True) -> Registry:
+    def for_process(
+        role: Role, *, colocated: bool = False, tensor_parallel: bool = False, counting: bool = True
+    ) -> Registry:
         """The registry of a process; with `counting` False one that takes everything and books nothing."""
-        return (Registry if counting else _UncountedRegistry)(role, colocated=colocated)
+        kind = Registry if counting else _UncountedRegistry
+        return kind(role, colocated=colocated, tensor_parallel=tensor_parallel)
 
     def _make(self, name: str, values: tuple[str, ...]) -> Series:
         family = self.families[name]
@@ -325,13 +328,13 @@ class _UncountedGauge(GaugeSeries):
 class _UncountedRegistry(Registry):
     """Declares its families; what they are told goes nowhere."""
 
-    def __init__(self, role: Role, *, colocated: bool = False) -> None:
+    def __init__(self, role: Role, *, colocated: bool = False, tensor_parallel: bool = False) -> None:
         self._nothing: dict[str, Series] = {
             "counter": _UncountedCounter("", {}),
             "gauge": _UncountedGauge("", {}),
             "histogram": _UncountedHistogram("", {}, ()),
         }
-        super().__init__(role, colocated=colocated)
+        super().__init__(role, colocated=colocated, tensor_parallel=tensor_parallel)
 
     def series(self, name: str, labels: Mapping[str, str]) -> Series:
         return self._nothing[self.families[name].kind]
