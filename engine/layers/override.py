@@ -41,14 +41,18 @@ def place_rows(
     send: Callable[[Parts], None] = copy_now,
 ) -> None:
     """Writes the rows of a step's requests to where its tokens are. embeddings: (index of a row's first token, what it
-    brings). taken: int32 [tokens], written whole; None where somebody else keeps it. values: float32 [tokens, hidden].
-    send: makes the copies, which on a device go through pinned memory."""
+    brings: arrays, or tensors of the device where another rank sent them there). taken: int32 [tokens], written whole;
+    None where somebody else keeps it. values: float32 [tokens, hidden]. send: makes the copies, which on a device go
+    through pinned memory."""
     parts: list[tuple[npt.NDArray[Any], torch.Tensor]] = []
     marks = np.zeros(values.shape[0] if taken is None else taken.shape[0], np.int32)
     for first, items in embeddings:
         for item in items:
             place = slice(first + item.place, first + item.end)
-            parts.append((item.values, values[place]))
+            if isinstance(item.values, torch.Tensor):
+                values[place].copy_(item.values)
+            else:
+                parts.append((item.values, values[place]))
             marks[place] = 1
     send(parts if taken is None else [*parts, (marks, taken)])
 

@@ -56,6 +56,7 @@ def load_model(
         ):
             progress.total = checkpoint.total_bytes / shard.size / 1e9
             model = family(config, WeightLoader(checkpoint, dtype, shard, maker, communicator))
+            model.read_bytes = checkpoint.read_bytes
     if maker.device.type == "cpu":
         release_freed()
     return model

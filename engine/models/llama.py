@@ -75,6 +75,7 @@ class LlamaModel:
 
     layer_class = LlamaLayer
     takes_embeddings = True  # in place of those of tokens
+    read_bytes = 0  # of tensors of the checkpoint's files
 
     def __init__(self, config: ModelConfig, load: WeightLoader) -> None:
         self.config = config

@@ -135,6 +135,11 @@ class ModelRunner:
         """Numbers of a row that may stand in place of a token's embedding; 0: the model takes none."""
         return self.config.hidden_size if self.model.takes_embeddings else 0
 
+    @property
+    def read_bytes(self) -> int:
+        """Of the checkpoint's tensors, by this rank; 0 for random weights."""
+        return self.model.read_bytes
+
     def kv_bytes_per_block(self) -> int:
         """Bytes of one block over all layers of all groups, on this rank."""
         elements = sum(g.num_layers * 2 * g.num_kv_heads * g.block_size * g.head_dim for g in self.groups)
