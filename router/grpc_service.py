@@ -17,6 +17,7 @@ from router.open_requests import AccessRecord, OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
 from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams, RequestValidator
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import armed, fault_async
 from rpc.ids import check_request_id, new_request_id, valid_request_id
 from rpc.input_embeddings import InputEmbedding
 from rpc.server import REQUEST_ID_KEY, RefusedCall, current_call, tell_timeline
@@ -86,6 +87,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             owner.wants_timeline = tell_timeline(owner.seconds)
             with in_stage(owner.clock, owner.stop_check):
+                if armed():
+                    await fault_async("router.stage", stage="validate", request_id=request_id)
                 params = generation_params(request, streamed)
                 params.traceparent, params.tracestate = owner.traceparent, owner.tracestate
                 for key, value in context.invocation_metadata() or ():
@@ -95,6 +98,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                         params.session_id = value if isinstance(value, str) else value.decode("utf-8", "replace")
                 owner.model = self._services.validator.check(params)
             with in_stage(owner.clock, owner.stop_check):
+                if armed():
+                    await fault_async("router.stage", stage="tokenize", request_id=request_id)
                 prepared = await self._services.validator.prepare(params, owner)
             generation = _Generation(prepared, owner)
             async with aclosing(answer(prepared, self._services.serving, self._services.validator.tokenizer)) as events:

@@ -21,6 +21,7 @@ from router.open_requests import LegNote, OpenRequest
 from router.requests import MAX_SEED, FinishEvent, FinishReason, RouterRequest, TokensEvent
 from router.worker import Worker
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import armed, fault_async
 from rpc.ids import request_key
 from rpc.stages import StopCheck, enter_stage
 
@@ -109,6 +110,8 @@ class Run:
                 if self._attempt is None:
                     await self._begin()
                 assert self._attempt is not None
+                if armed():
+                    await self._reached()
                 event = await self._attempt.next()
             except BatonError as error:
                 if self._stop is not None:
@@ -134,6 +137,8 @@ class Run:
         self._enter_stage()
         chooser = self._context.attempts.chooser
         try:
+            if armed():
+                await self._reached()
             choice = chooser.choose(self._request, self._merge.next_index, self._avoid)
         except BatonError as error:
             chooser.count_refusal(error)
@@ -164,6 +169,10 @@ class Run:
         if self._stop is not None:
             raise self._stop
         enter_stage(self._clock)
+
+    async def _reached(self) -> None:
+        """Fault point `router.stage` of the stages from choose on."""
+        await fault_async("router.stage", stage=self._clock.stage, request_id=self._request.request_id)
 
     async def _admit(self) -> None:
         turn = self._context.admission.enter(self._request.priority)

@@ -540,6 +540,8 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, stop_token_id: int | None) -> None:
         """The generation is done; the request has a seat or waits for one."""
+        if request.stage == "generate" and not self.batcher.reaches(request, "release"):
+            return
         if request.state is RequestState.RUNNING:
             self.batcher.running.remove(request)
         else:

@@ -39,14 +39,14 @@ LOAD_FAILED = ErrorCode.LOAD_KV_CACHE_FAILED
 @dataclass(frozen=True)
 class Stage:
     """`point`: the fault point in the stage, with the label that names the request, and further labels. `seen`: what
-    the client gets for a failure there; None: its answer, which is complete by then."""
+    the client gets for a failure there."""
 
     role: str
     name: str
     point: str
     label: str = "request_key"
     more: str = ""
-    seen: ErrorCode | None = RAISED
+    seen: ErrorCode = RAISED
 
     @property
     def id(self) -> str:
@@ -70,7 +70,14 @@ STAGES = (
     Stage("decode", "load", "cache_store.load_start", "key", seen=LOAD_FAILED),
     Stage("decode", "wait_to_run", "engine.stage", more=",stage=wait_to_run"),
     Stage("decode", "generate", "engine.step", more=",kind=decode"),
+    Stage("decode", "release", "engine.stage", more=",stage=release"),
+    *(
+        # Its queue has a test of its own, where requests stand before a busy server.
+        Stage("router", name, "router.stage", "request_id", f",stage={name}")
+        for name in ("validate", "tokenize", "choose", "first_token", "stream")
+    ),
 )
+BEHIND = tuple(stage for stage in STAGES if stage.role != "router")
 
 
 def faults(role: str) -> str:
@@ -90,6 +97,7 @@ def cluster() -> Iterator[Cluster]:
     with Cluster(
         1, 1, model=tiny_model("llama"),
         prefill_env={"BATON_FAULTS": faults("prefill")}, decode_env={"BATON_FAULTS": faults("decode")},
+        router_env={"BATON_FAULTS": faults("router")},
         decode_flags=("--kv-load-failure-policy", "fail", "--no-allow-local-prefill"),
         # A failure is to be seen, not to be made good.
         router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--migration-limit", "0",
@@ -188,10 +196,15 @@ def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_lo
         assert refusal.metadata["cause"] == RAISED.name
     assert refusal.metadata["stage"], refusal
     assert_nothing_is_left(cluster)
+    if stage.role == "router":
+        assert refusal.metadata["stage"] == stage.name
+        assert_logged(cluster, request_id, refusal.code)
+        return
     record = server_of(cluster, stage.role).finished(request_id)
     # What fails after the answer of the prefill server is the end of its KV, not of its request.
     late = stage.name in ("publish", "held")
     assert record["code"] == (0 if late else stage.seen) or record["code"] == RAISED, record
+    assert record.get("source") == ("context_error" if record["code"] else None), record
     assert_logged(cluster, request_id, refusal.code)
 
 
@@ -204,7 +217,7 @@ def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
     before = code_counted(cluster, ErrorCode.CANCELLED)
     generation = Generation(client.stub, request_of(PROMPT, TOKENS, request_id=request_id, salt=request_id), 15.0)
     wait_for("the request to be open", lambda: cluster.router.page("/load")["inflight"] == 1, LIMIT_S)
-    if stage.name != "admit":  # there the server's front itself stands still
+    if stage.role != "router" and stage.name != "admit":  # there the server's front itself stands still
         wait_for("the request to arrive", lambda: server_of(cluster, stage.role).open_state(request_id), LIMIT_S)
     generation.cancel()
     wait_for("the router to let go", lambda: cluster.router.page("/load")["inflight"] == 0, LIMIT_S)
@@ -282,7 +295,7 @@ def test_queue_of_the_router_when_a_request_ends_there_then_no_server_has_heard_
 
 @pytest.mark.invariant("RPC-32")
 @pytest.mark.skipif(os.environ.get("BATON_MATRIX") != "all", reason="BATON_MATRIX=all kills a server in each stage")
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
+@pytest.mark.parametrize("stage", BEHIND, ids=lambda stage: stage.id)
 def test_kill_when_a_server_dies_in_a_stage_then_a_typed_code_comes_soon_and_the_other_lets_go(
     cluster: Cluster, client: GenerationClient, stage: Stage
 ) -> None:
@@ -310,6 +323,31 @@ def test_kill_when_a_server_dies_in_a_stage_then_a_typed_code_comes_soon_and_the
     cluster.restart(victim)
     wait_workers_ready(cluster)
     assert_nothing_is_left(cluster)
+    assert call_of(client, f"after-{request_id}") is None
+
+
+@pytest.mark.invariant("RPC-32")
+@pytest.mark.skipif(os.environ.get("BATON_MATRIX") != "all", reason="BATON_MATRIX=all kills the router in each stage")
+@pytest.mark.parametrize("stage", [s for s in STAGES if s.role == "router"], ids=lambda stage: stage.id)
+def test_kill_when_the_router_dies_in_a_stage_then_the_client_knows_soon_and_the_servers_let_go(
+    cluster: Cluster, client: GenerationClient, stage: Stage
+) -> None:
+    request_id = f"{stage.id}-kill"
+    router = cluster.router
+    generation = Generation(client.stub, request_of(PROMPT, TOKENS, request_id=request_id, salt=request_id), 15.0)
+    wait_for("the request to be open", lambda: router.page("/load")["inflight"] == 1, LIMIT_S)
+    if stage.name in ("first_token", "stream"):
+        wait_for("the request to arrive", lambda: cluster.prefill[0].finished(request_id), LIMIT_S)
+    router.kill()
+    wait_for("the client to know", lambda: generation._ended, LIMIT_S)
+    assert len(generation.token_ids) < TOKENS  # by its transport: nobody is left to say more
+    for server in cluster.servers:
+        wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], LIMIT_S)
+    cluster.assert_clean_ledgers(LIMIT_S)
+    ports = [part for flag, address in (("--port", router.http), ("--grpc-port", router.grpc))
+             for part in (flag, address.rpartition(":")[2])]  # fmt: skip
+    cluster.start_router(ports)
+    cluster.wait_router_ready()
     assert call_of(client, f"after-{request_id}") is None
 
 

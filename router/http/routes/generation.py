@@ -25,6 +25,7 @@ from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
 from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import armed, fault_async
 from rpc.ids import check_request_id, new_request_id
 from rpc.server import PRIVATE_KEY, says_yes
 from rpc.stages import in_stage
@@ -121,6 +122,8 @@ class _Generation:
 
     async def serve(self, content: dict[str, Any], receive: Receive, send: Send) -> None:
         with in_stage(self._owner.clock, self._owner.stop_check):
+            if armed():
+                await fault_async("router.stage", stage="validate", request_id=self._owner.request_id)
             body = (ChatBody if self._kind == "chat" else CompletionBody).parse(content)
             assert isinstance(body, ChatBody | CompletionBody)
             params = body.params()
@@ -133,6 +136,8 @@ class _Generation:
             try:
                 async with asyncio.timeout(None if limit is None else limit + SLOW_READER_GRACE_S):
                     with in_stage(self._owner.clock, self._owner.stop_check):
+                        if armed():
+                            await fault_async("router.stage", stage="tokenize", request_id=self._owner.request_id)
                         request = await self._services.validator.prepare(params, self._owner)
                     if stream is None:
                         await self._whole(request, params, send)
