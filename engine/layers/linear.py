@@ -106,6 +106,11 @@ class OneDnnLinear(PlainLinear):
         """(x W^T + b) operation other, on the accumulators. operation: add or mul; other: [tokens, out]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, operation)
 
+    def with_remainder(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, out] of 16 bits, as `exact` makes them for rows that need it."""
+        rounded = self(x)
+        return rounded.float().add_(self.with_other(x, rounded.neg(), "add"))
+
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """Eight bits cannot rank tokens: at a logit of 25 the next bfloat16 is 0.125 away, and the two most likely
         tokens share one number in 3 % of a chat's positions. Rows whose leading logits lie within one rounding step

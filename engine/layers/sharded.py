@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.layers.linear import Addend, Linear
+from engine.layers.linear import Addend, Linear, OneDnnLinear
 from engine.layers.override import Override
 from engine.layers.stream import HostStream
 from engine.parallel.communicator import Communicator
@@ -38,14 +38,15 @@ class GatheredHead:
 
     def __init__(self, linear: Linear, vocab_size: int, communicator: Communicator) -> None:
         """linear: of as many outputs on every rank; those beyond vocab_size are padding."""
-        self.linear = linear
+        # Which logits lie so close that their bits must be more, only all parts together would tell
+        self.product = linear.with_remainder if isinstance(linear, OneDnnLinear) else linear.exact
         self.vocab_size = vocab_size
         self.communicator = communicator
         self.elsewhere = torch.empty(0, vocab_size)
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, vocab] on the first rank, [0, vocab] on the others."""
-        logits = self.communicator.gather_last(self.linear.exact(x), self.vocab_size)
+        logits = self.communicator.gather_last(self.product(x), self.vocab_size)
         return self.elsewhere if logits is None else logits
 
 

@@ -142,6 +142,19 @@ def test_embedding_rows_when_gathered_then_are_the_tables_as_float32(dtype: torc
     assert torch.equal(embedding.embed(ids, table[:, 100:740]), embedding.reference(ids.long(), table[:, 100:740]))
 
 
+@pytest.mark.parametrize("part", [(0, 4), (3, 9), (5, 5)])
+def test_embedding_rows_when_the_table_is_a_part_then_tokens_of_others_are_zeros(
+    part: tuple[int, int], device: torch.device
+) -> None:
+    whole = torch.randn(9, 70, device=device)
+    ids = torch.tensor([8, 0, 3, 4, 3, 5], device=device)
+    table = torch.cat((whole[slice(*part)], torch.full((1, 70), torch.nan, device=device)))  # never read
+    found = embedding.embed(ids, table, part=part)
+    assert torch.equal(found, embedding.reference(ids, table.nan_to_num(), part=part))
+    held = [part[0] <= token < part[1] for token in ids.tolist()]
+    assert torch.equal(found, whole[ids] * torch.tensor(held, device=device).unsqueeze(1))
+
+
 def test_angles_when_positions_are_large_then_equal_float32_arithmetic(device: torch.device) -> None:
     positions = torch.tensor([0, 1, 63, 4096, 131071, 1 << 20], device=device)
     frequencies = 500000.0 ** (-torch.arange(0, 128, 2, device=device) / 128)
