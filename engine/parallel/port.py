@@ -56,12 +56,12 @@ class Port:
         poller = select.poll()
         poller.register(self._link.fileno(), select.POLLOUT)
         while self._link.pending:
-            left_s = deadline - self._clock()
-            if left_s <= 0:
-                return False
-            poller.poll(max(1, int(left_s * 1000)))
             self._write()
-        return True
+            left_s = deadline - self._clock()
+            if not self._link.pending or left_s <= 0:
+                break
+            poller.poll(max(1, int(left_s * 1000)))
+        return not self._link.pending
 
     def receive(self, deadline: float | None = None) -> FollowerFrame | None:
         """The next frame of rank 0; None when the watched descriptor became readable first.

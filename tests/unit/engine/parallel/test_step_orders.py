@@ -1,0 +1,114 @@
+"""Steps as the other ranks get them: nothing that a forward needs is lost, and a long context travels once."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.input_embeddings import EmbeddingRows
+from engine.parallel.agent_messages import Share
+from engine.parallel.messages import FollowerFrame, RowOrder, StepOrder
+from engine.parallel.step_orders import FollowedSteps, StepOrders
+from engine.runner.batch import BatchRow, StepBatch
+
+
+class Both:
+    """Rank 0's end and a follower's, with the wire between them."""
+
+    def __init__(self) -> None:
+        self.orders, self.steps = StepOrders(), FollowedSteps()
+        self.size = 0
+
+    def step(self, rows: list[BatchRow], **fields: object) -> StepBatch:
+        frame = msgspec.msgpack.encode(FollowerFrame(1, step=self.orders.order(StepBatch(rows, **fields))))  # type: ignore[arg-type]
+        self.size = len(frame)
+        order = msgspec.msgpack.decode(frame, type=FollowerFrame).step
+        assert order is not None
+        batch = self.steps.batch(order)
+        assert [seen(row) for row in batch.rows] == [seen(row) for row in rows]
+        return batch
+
+
+def seen(row: BatchRow) -> tuple[object, ...]:
+    return (
+        row.request_key, row.token_ids, row.start, row.block_table, row.sample, row.prompt_logprobs_from,
+        list(row.prompt_next_ids), row.multimodal, list(row.position_ids),
+        [(item.place, item.values.tolist()) for item in row.embeddings],
+    )  # fmt: skip
+
+
+def row(key: str, table: list[int], start: int = 0, tokens: list[int] | None = None, **fields: object) -> BatchRow:
+    return BatchRow(key, tokens or [3], start, table, True, **fields)  # type: ignore[arg-type]
+
+
+def test_order_when_a_request_decodes_on_then_only_what_is_new_travels() -> None:
+    both = Both()
+    table = list(range(1, 1001))
+    first = both.step([row("a", table)])
+    whole = both.size
+    again = both.step([row("a", table, 1)])
+    assert both.size < whole / 20
+    table.append(2000)
+    grown = both.step([row("a", table, 2)])
+    # A follower's row keeps its list, by which a device's inputs know what they have
+    assert first.rows[0].block_table is again.rows[0].block_table is grown.rows[0].block_table
+
+
+def test_order_when_rows_move_leave_and_come_back_then_the_tables_are_theirs() -> None:
+    both = Both()
+    a, b, c = [1, 2], [3], [4, 5, 6]
+    both.step([row("a", a), row("b", b), row("c", c)])
+    b.append(7)
+    both.step([row("c", c, 5), row("b", b, 6)])
+    both.step([row("b", b, 7), row("a", [*a, 8]), row("c", c, 6)])  # preempted, and with blocks of its own again
+    both.step([row("b", [3, 7], 8)])  # equal, and another list all the same
+    assert both.size > 20
+    both.step([row("b", [3], 9)])
+
+
+def test_order_when_rows_bring_more_than_tokens_then_the_followers_have_it() -> None:
+    both = Both()
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    rows = [
+        row("a", [1], tokens=[1, 2, 3], embeddings=[EmbeddingRows(0, values[:1]), EmbeddingRows(1, values[1:])]),
+        row("b", [2], prompt_logprobs_from=1, prompt_next_ids=[5, 6], num_prompt_logprobs=2),
+        row("c", [3], multimodal=True, position_ids=[0, 1, 2]),
+    ]
+    shares = {"full": [Share("a", 2, 1)]}
+    batch = both.step(rows, kind="mixed", shares=shares)
+    assert (batch.kind, batch.shares) == ("mixed", shares)
+    both.step([row("a", rows[0].block_table, 3), row("c", rows[2].block_table, 1)])  # and none of it afterwards
+
+
+def test_order_when_values_travel_apart_then_it_has_their_places_alone() -> None:
+    values = np.zeros((100, 64), np.float32)
+    batch = StepBatch([row("a", [1], tokens=[1] * 100, embeddings=[EmbeddingRows(0, values)])])
+    order = StepOrders().order(batch, apart=True)
+    assert len(msgspec.msgpack.encode(order)) < 400
+    [placed] = FollowedSteps().batch(order).rows[0].embeddings
+    assert (placed.place, len(placed.values)) == (0, 100)
+
+
+def test_batch_when_an_order_does_not_follow_the_one_before_then_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 3"):
+        FollowedSteps().batch(StepOrder([RowOrder([1], 0, 3, [], True)], "decode"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=6), max_size=12))
+def test_orders_when_requests_come_and_go_at_will_then_both_ends_agree(steps: list[list[tuple[int, int]]]) -> None:
+    """Per step the requests in it, each with what happens to its table: nothing, a block more, or a new list."""
+    both = Both()
+    tables: dict[int, list[int]] = {number: [number + 1] for number in range(6)}
+    for at, step in enumerate(steps):
+        rows = []
+        for number, change in dict(step).items():
+            if change == 1:
+                tables[number].append(100 + at)
+            elif change == 2:
+                tables[number] = [200 + at, number + 1]
+            rows.append(row(f"r{number}", tables[number], at))
+        both.step(rows)
