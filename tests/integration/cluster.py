@@ -353,12 +353,13 @@ class Cluster:
         """One more decode server, not waited for and unknown to a running router."""
         return self._start_server("decode", flags, env)
 
-    def start_router(self, flags: Sequence[str] = ()) -> ServerProcess:
-        """The router, which knows the servers that are ready by now; not waited for beyond its own ready line."""
+    def start_router(self, flags: Sequence[str] = (), among: Sequence[ServerProcess] | None = None) -> ServerProcess:
+        """The router, which knows the servers that are ready by now, or those of them that are named; not waited for
+        beyond its own ready line. A later one takes the place of an earlier one as `router`; both end with the
+        cluster."""
         argv = ["--model", self.model, *ROUTER_FLAGS]
-        for role, servers in (("prefill", self.prefill), ("decode", self.decode)):
-            for server in servers:
-                argv += [f"--{role}", server.grpc] if server.ready_line else []
+        for server in self.servers if among is None else among:
+            argv += [f"--{server.role}", server.grpc] if server.ready_line else []
         self._router = self._start("router", [*argv, *self._flags["router"], *flags], self._env["router"])
         return self._router.wait_ready(self._limit_s)
 

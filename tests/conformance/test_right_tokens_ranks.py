@@ -1,0 +1,236 @@
+"""Tokens when servers run over several ranks, and of different numbers: those of `transformers`, and so of one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from engine.messages import SamplingParams
+from rpc.errors import BatonError, ErrorCode
+from tests.conformance.live_cluster import frozen
+from tests.conformance.reference import clear_prompt, reference
+from tests.conformance.test_right_tokens import BLOCK, CHUNK
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
+from tests.integration.generation_client import TIMEOUT_S, GenerationClient
+from tests.unit.engine.tiny_models import tiny_model
+
+pytestmark = pytest.mark.timeout(400)  # clusters start within it, on busy machines too
+
+TOKENS = 60
+BLOCKS = 28  # of a decode server: four whole requests of those below, and seven at their start
+FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16")
+DECODE_FLAGS = (*FLAGS, "--num-kv-blocks", str(BLOCKS), "--decode-retry-times", "10000",
+                "--decode-retry-timeout-ms", "30000", "--kv-load-failure-policy", "fail")  # fmt: skip
+# Decoding is slow, so that there is a middle of an answer; and the load of some requests fails on one rank.
+DECODE_FAULTS = ("engine.step:delay=0.004,kind=decode,rank=0;"
+                 "cache_store.load_start:raise=CACHE_STORE_LOAD_RDMA_WRITE_FAILED,rank=1,key=broken*")  # fmt: skip
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 5}
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: list[int]
+    options: dict[str, Any]
+    expected: list[int]
+
+
+@dataclass
+class Ranked:
+    """Servers by their number of ranks. The model has two KV heads, so four ranks hold each of them twice."""
+
+    cluster: Cluster
+    prefill: dict[int, ServerProcess]
+    decode: dict[int, ServerProcess]
+    routers: dict[tuple[int, int], ServerProcess]
+
+    def client(self, prefill: int, decode: int) -> GenerationClient:
+        """To a router that knows these two servers alone."""
+        router = self.routers.get((prefill, decode))
+        if router is None:
+            pair = [self.prefill[prefill], self.decode[decode]]
+            router = self.routers[prefill, decode] = self.cluster.start_router(among=pair)
+            self.cluster.wait_router_ready()
+        return GenerationClient(router.grpc)
+
+
+def pairs_of(sizes: tuple[int, ...]) -> list[Any]:
+    extended = len(sizes) > 2
+    return [
+        pytest.param((sizes, (p, d)), id=f"p{p}-d{d}", marks=[pytest.mark.extended] if extended else [])
+        for p in sizes
+        for d in sizes
+        if (p, d) != (1, 1)
+    ]
+
+
+SMALL = (1, 2)
+PAIRS = [*pairs_of(SMALL), *[each for each in pairs_of((1, 2, 4)) if 4 in each.values[0][1]]]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Greedy and sampled: shorter than a block, of whole blocks, of several chunks."""
+    model = reference(tiny_model("llama"))
+    found = []
+    for length, options in (
+        (BLOCK - 1, {"temperature": 0.0}),
+        (3 * BLOCK, SAMPLED),
+        (3 * CHUNK + 5, {"temperature": 0.0}),
+    ):
+        prompt = clear_prompt(model, length, TOKENS)
+        answer = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options))
+        found.append(Case(prompt, options, answer))
+    return found
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[tuple[int, ...], Ranked]]:
+    """Clusters by the sizes of their servers. The larger one starts only for the tests that need it."""
+    running: dict[tuple[int, ...], Ranked] = {}
+    yield running
+    for ranked in running.values():
+        cluster = ranked.cluster
+        try:
+            cluster.assert_clean_ledgers()
+            assert cluster.errors_without_code() == []
+        finally:
+            cluster.__exit__(None, None, None)
+
+
+def ranked_of(started: dict[tuple[int, ...], Ranked], sizes: tuple[int, ...]) -> Ranked:
+    if sizes not in started:
+        cluster = Cluster(0, 0, model=tiny_model("llama"), router=False, start_limit_s=180.0).__enter__()
+        ranked = started[sizes] = Ranked(cluster, {}, {}, {})
+        for size in sizes:
+            rank_flags = ("--tensor-parallel-size", str(size))
+            ranked.prefill[size] = cluster.start_prefill([*FLAGS, *rank_flags])
+            faults = {"BATON_FAULTS": DECODE_FAULTS}
+            ranked.decode[size] = cluster.start_decode([*DECODE_FLAGS, *rank_flags], env=faults)
+        for server in cluster.servers:
+            server.wait_ready(180.0)
+    return started[sizes]
+
+
+def counted(server: ServerProcess, name: str, **labels: str) -> float:
+    return server.metric(name, **labels) or 0.0
+
+
+@pytest.mark.parametrize("sizes_and_pair", PAIRS)
+def test_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_also_with_a_prefix_on_the_decode_server(
+    started: dict[tuple[int, ...], Ranked], cases: list[Case], sizes_and_pair: tuple[Any, tuple[int, int]]
+) -> None:
+    sizes, pair = sizes_and_pair
+    ranked = ranked_of(started, sizes)
+    decode = ranked.decode[pair[1]]
+    salt = f"{pair}"
+    with ranked.client(*pair) as client:
+        for case in cases:
+            answer = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
+            assert answer.token_ids == case.expected, f"{pair}: prompt of {len(case.prompt)}"
+            assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
+        for case in cases:
+            skipped = counted(decode, "baton_kv_blocks_skipped_total")
+            again = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
+            assert again.token_ids == case.expected, f"{pair}: prompt of {len(case.prompt)}, with its prefix"
+            assert again.path == "pd"
+            assert counted(decode, "baton_kv_blocks_skipped_total") - skipped == len(case.prompt) // BLOCK
+        # A prefix that only the decode server has.
+        case = cases[2]
+        for choice in client.open(case.prompt, 4, salt=f"{salt} on d", n=2, **case.options).answers():
+            assert (choice.token_ids, choice.path) == (case.expected[:4], "colocated")
+        alone = client.generate(case.prompt, TOKENS, salt=f"{salt} on d", **case.options)
+        assert (alone.token_ids, alone.path, alone.cached_tokens) == (case.expected, "pd", 0)
+    times = counted(decode, "baton_load_rank_seconds_count", stat="max")
+    assert (times >= 2 * len(cases) + 1) == (pair[1] > 1), "each load over several ranks has its times"
+    for server in (ranked.prefill[pair[0]], decode):
+        ranks = {counts["rank"] for counts in server.ledger()}
+        assert ranks == set(range(pair[0] if server.role == "prefill" else pair[1]))
+    ranked.cluster.assert_clean_ledgers()
+
+
+@pytest.mark.parametrize("sizes_and_pair", [each for each in PAIRS if each.values[0][1][1] > 1])
+def test_tokens_when_requests_are_preempted_on_several_ranks_then_those_of_a_request_that_is_alone(
+    started: dict[tuple[int, ...], Ranked], cases: list[Case], sizes_and_pair: tuple[Any, tuple[int, int]]
+) -> None:
+    sizes, pair = sizes_and_pair
+    ranked = ranked_of(started, sizes)
+    decode = ranked.decode[pair[1]]
+    before = counted(decode, "baton_preemptions_total", reason="blocks")
+    case = cases[1]
+    with ranked.client(*pair) as client:
+        with frozen(decode):  # begins when all requests are there, so that it has too many however fast they come
+            opened = [client.open(case.prompt, TOKENS, salt=f"{pair} {n}", **case.options) for n in range(7)]
+            wait_for("the requests", lambda: len(decode.requests()["open"]) == len(opened), TIMEOUT_S)
+        for generation in opened:
+            assert generation.answer().token_ids == case.expected
+    assert counted(decode, "baton_preemptions_total", reason="blocks") > before
+    ranked.cluster.assert_clean_ledgers()
+
+
+def test_o7_load_when_one_rank_fails_then_its_code_and_rank_reach_the_client_and_the_server_stays_live(
+    started: dict[tuple[int, ...], Ranked], cases: list[Case]
+) -> None:
+    ranked = ranked_of(started, SMALL)
+    decode = ranked.decode[2]
+    case = cases[0]
+    # A router that shows every failure as it comes.
+    flags = ("--retry-max-retries", "0", "--cb-failure-threshold", "10000")
+    router = ranked.cluster.start_router(flags, among=[ranked.prefill[2], decode])
+    ranked.cluster.wait_router_ready()
+    with GenerationClient(router.grpc) as client, ThreadPoolExecutor(4) as callers:
+
+        def fails(number: int) -> BatonError:
+            with pytest.raises(BatonError) as caught:
+                client.generate(case.prompt, 8, request_id=f"broken-{number}-{time.monotonic_ns()}")
+            return caught.value
+
+        waiting = [callers.submit(fails, number) for number in range(4)]
+        answers = 0
+        while answers < 5 or not all(each.done() for each in waiting):
+            assert min(_live_seconds(decode) for _ in range(3)) < 0.1
+            answers += 1
+        for each in waiting:
+            error = each.result(TIMEOUT_S)
+            assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED, error
+            assert error.metadata["rank"] == "1"
+            assert error.metadata["ranks"] == "1: CACHE_STORE_LOAD_RDMA_WRITE_FAILED, "
+            assert error.metadata["cause"] == "CACHE_STORE_LOAD_RDMA_WRITE_FAILED"
+        ranked.cluster.assert_clean_ledgers()
+        # Neither side has lost anything.
+        answer = client.generate(case.prompt, TOKENS, salt="after", **case.options)
+        assert (answer.token_ids, answer.path) == (case.expected, "pd")
+
+
+def _live_seconds(server: ServerProcess) -> float:
+    began = time.monotonic()
+    assert server.get("/live").status_code == 200
+    return time.monotonic() - began
+
+
+def test_tokens_when_a_decode_server_of_several_ranks_is_killed_then_the_answer_goes_on_elsewhere(
+    started: dict[tuple[int, ...], Ranked], cases: list[Case]
+) -> None:
+    """From two ranks to one, in the middle of the answers. Last: the server is gone afterwards."""
+    ranked = ranked_of(started, SMALL)
+    victim = ranked.decode[2]
+    router = ranked.cluster.start_router(among=[ranked.prefill[2], *ranked.decode.values()])
+    ranked.cluster.wait_router_ready()
+    with GenerationClient(router.grpc) as client:
+        opened = [client.open(case.prompt, TOKENS, salt="move", **case.options) for case in (*cases, *cases[:1])]
+        for generation in opened:
+            generation.wait_tokens(5)
+        victim.kill()
+        came = [len(generation.token_ids) for generation in opened]
+        moved = 0
+        for generation, case in zip(opened, (*cases, *cases[:1]), strict=True):
+            answer = generation.answer()
+            assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
+            moved += answer.attempts > 1
+    assert max(came) < TOKENS and moved >= 1
+    assert counted(router, "baton_migrations_total", result="failed") == 0
+    ranked.cluster.assert_clean_ledgers()
