@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a network worse: delay, a bandwidth limit, connections cut, refused or silent.
+"""A TCP proxy that makes a network worse: delay, a bandwidth limit, connections cut, refused, silent or forgotten.
 
     with TcpProxy(("127.0.0.1", 0), ("127.0.0.1", port), Impairment(delay_s=0.005)) as proxy:
         proxy.address                      # "127.0.0.1:port"
@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 READ_BYTES = 16 << 10
@@ -54,9 +55,15 @@ class _Direction:
     """One direction of a connection: a pipe with the length `delay_s`."""
 
     def __init__(
-        self, proxy: TcpProxy, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        proxy: TcpProxy,
+        line: _Line,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        forgotten: Callable[[], bool],
     ) -> None:
         self._proxy = proxy
+        self._forgotten = forgotten
         self._line = line
         self._reader = reader
         self._writer = writer
@@ -88,15 +95,18 @@ class _Direction:
                 await self._changed.wait_for(lambda: self._waiting)
                 due, data = self._waiting.popleft()
             if not data:
+                if self._forgotten():
+                    raise ConnectionResetError("one side has given up a connection that was forgotten")
                 with contextlib.suppress(OSError):
                     self._writer.write_eof()
                 return
             await asyncio.sleep(max(0.0, due - loop.time()))
             await self._line.send(len(data), self._proxy.impairment.bytes_per_s)
             await self._proxy.passing.wait()
-            self._proxy.forwarded += len(data)
-            self._writer.write(data)
-            await self._writer.drain()
+            if not self._forgotten():
+                self._proxy.forwarded += len(data)
+                self._writer.write(data)
+                await self._writer.drain()
             async with self._changed:
                 self._bytes -= len(data)
                 self._changed.notify_all()
@@ -128,6 +138,7 @@ class TcpProxy:
         self._cut_after: int | None = None
         self._socket = socket.create_server(listen, backlog=256)
         self._connections: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
+        self._forgotten: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -164,6 +175,21 @@ class TcpProxy:
     def hold(self, holding: bool) -> None:
         """Whether bytes are kept, in silence, in place of being passed on."""
         self._loop.call_soon_threadsafe(self.passing.clear if holding else self.passing.set)
+
+    def forget(self) -> int:
+        """From now on what comes on the connections that are open goes nowhere, and nobody is told, as behind a
+        firewall that has dropped its state; new ones work. Returns how many there were."""
+
+        def forget_all() -> int:
+            self._forgotten |= self._connections
+            return len(self._forgotten)
+
+        return self._on_loop(forget_all)
+
+    @property
+    def forgotten(self) -> int:
+        """Connections of `forget` that neither side has given up yet."""
+        return len(self._forgotten)
 
     def cut(self) -> int:
         """Resets every open connection on both sides; returns how many there were."""
@@ -254,12 +280,14 @@ class TcpProxy:
             each.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_Direction(self, self._out, reader, there_writer).run())
-                group.create_task(_Direction(self, self._back, there_reader, writer).run())
+                forgotten = partial(self._forgotten.__contains__, pair)
+                group.create_task(_Direction(self, self._out, reader, there_writer, forgotten).run())
+                group.create_task(_Direction(self, self._back, there_reader, writer, forgotten).run())
         except* (OSError, asyncio.IncompleteReadError):
             pass  # one side is gone; so shall be the other
         finally:
             self._connections.discard(pair)
+            self._forgotten.discard(pair)
             for each in pair:
                 each.transport.abort()
 

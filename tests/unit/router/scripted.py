@@ -30,6 +30,7 @@ from router.orchestrator import Orchestrator, OrchestratorSettings
 from router.prefix.feed import PrefixFeed
 from router.registry import HealthSettings, WorkerRegistry
 from router.requests import FinishEvent, RouterRequest, Sampling, TokensEvent
+from rpc import channels as channel_options
 from rpc import status
 from rpc.channels import SERVER_OPTIONS, ChannelPool
 from rpc.errors import BatonError, ErrorCode
@@ -477,6 +478,7 @@ class Options:
     policy: str = "round_robin"
     allow_pins: bool = False
     index_entries: int = 1000
+    channels: channel_options.Options | None = None  # arguments of channels to the servers; None: the usual ones
     max_concurrent: int = 0
     queue_size: int = 10
     clock: Callable[[], float] = time.monotonic  # of stages and latencies
@@ -502,7 +504,7 @@ class Cluster:
         self.engines: dict[str, ScriptedServer] = {}
         self.servers: list[ScriptedServer] = []
         self.metrics = Registry("router", process_metrics=False)
-        self.pool = ChannelPool()
+        self.pool = ChannelPool(control_options=options.channels)
         self.access = AccessLines()
         self.registry = WorkerRegistry(
             self.pool, self.metrics, health=options.health, breaker=options.breaker, rng=random.Random(1)

@@ -9,8 +9,13 @@ import pytest
 
 from protos import common_pb2, worker_pb2
 from router.breaker import BreakerState
+from router.choice import Chooser
 from router.fan_out import flush_caches
+from router.pairing import WorkerFacts
+from router.prefix.feed import PrefixFeed
+from router.prefix.index import PrefixIndex
 from router.registry import HealthSettings, WorkerRegistry
+from router.worker import Guard, Worker
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry
@@ -188,7 +193,7 @@ async def test_restart_when_a_new_engine_serves_at_the_address_then_its_facts_re
         assert cluster.servers[1].requests[-1].kv_source.engine_id == prefill.engine_id
 
 
-async def test_load_when_the_status_is_fresh_then_requests_of_others_count_and_when_frozen_only_its_own():
+async def test_r6_load_when_the_status_is_fresh_then_requests_of_others_count_and_when_frozen_only_its_own():
     async with running_cluster(1, 2, policy="least_load", health=HealthSettings(interval_s=30.0)) as cluster:
         _, busy, idle = cluster.servers
         busy.running = 7
@@ -197,7 +202,7 @@ async def test_load_when_the_status_is_fresh_then_requests_of_others_count_and_w
         for _ in range(3):
             await cluster.collect(make_request())
         assert (len(busy.seen), len(idle.seen)) == (0, 3)
-        # r6: a status that has become old no longer speaks against its server.
+        # A status that has become old no longer speaks against its server.
         cluster.worker(busy)._status_fresh_s = -1.0
         for _ in range(4):
             await cluster.collect(make_request())
@@ -237,46 +242,79 @@ async def test_r6_start_and_stop_a_hundred_times_leaks_no_task():
     for _ in range(100):
         pool = ChannelPool()
         registry = WorkerRegistry(pool, metrics)
+        feed = PrefixFeed(registry, pool, metrics, PrefixIndex(10), ("prefill", "decode"))
         registry.add("prefill", "127.0.0.1:1")
-        async with registry:
+        async with registry, feed:
             registry.add("decode", "127.0.0.1:2")
             await asyncio.sleep(0)
         await pool.close()
     assert len(asyncio.all_tasks()) == before
 
 
-async def test_r6_members_and_requests_in_any_order_leave_every_count_at_zero():
+@pytest.mark.parametrize("policy", ["least_load", "session", "cache_aware", "cost"])
+async def test_r6_members_choices_and_requests_in_any_order_leave_every_count_at_zero(policy):
     rng = random.Random(11)
     metrics = Registry("router", process_metrics=False)
     registry = WorkerRegistry(ChannelPool(), metrics)
-    guards: list = []
+    chooser = Chooser(registry, metrics, prefill_policy=policy, decode_policy=policy, index_entries=60)
+    PrefixFeed(registry, registry.pool, metrics, chooser.index, chooser.index_roles)
+    server = ScriptedServer("prefill")
+    facts = {}
+    for server.role in ("prefill", "decode"):
+        facts[server.role] = WorkerFacts.from_info(server.info())
+    open_legs: list[tuple[Worker, Guard]] = []
+
+    def choose() -> None:
+        """As an attempt does: one leg on each of the chosen servers."""
+        for worker in registry.workers():
+            # Whatever the last change of members made of it.
+            worker.state, worker.facts = "ready", facts[worker.role]
+        prompt = [rng.randrange(3)] * 40 + [rng.randrange(1000)] * 30
+        request = make_request(prompt, session_id=f"s{rng.randrange(5)}")
+        if not (registry.workers("prefill") and registry.workers("decode")):
+            with pytest.raises(BatonError):
+                chooser.choose(request, 0)
+            return
+        choice = chooser.choose(request, 0)
+        for worker, tokens in ((choice.prefill, (choice.uncached_tokens, 0)), (choice.decode, (0, 70))):
+            assert worker in registry.workers()
+            open_legs.append((worker, worker.enter(*tokens)))
+
     for _ in range(3000):
         address = f"127.0.0.1:{rng.randrange(1, 8)}"
         role = "prefill" if int(address[-1]) % 2 else "decode"
-        match rng.choice(["add", "remove", "enter", "finish", "finish twice", "fail", "status"]):
+        match rng.choice(["add", "remove", "choose", "choose", "computed", "finish", "finish twice", "fail", "status"]):
             case "add":
                 registry.add(role, address)
             case "remove":
                 registry.remove(role, address)
-            case "enter" if registry.workers():
-                guards.append(rng.choice(registry.workers()).enter())
-            case "finish" if guards:
-                guards.pop(rng.randrange(len(guards))).release()
-            case "finish twice" if guards:
-                guard = guards.pop()
+            case "choose":
+                choose()
+            case "computed" if open_legs:
+                rng.choice(open_legs)[1].computed()
+            case "finish" if open_legs:
+                open_legs.pop(rng.randrange(len(open_legs)))[1].release()
+            case "finish twice" if open_legs:
+                _, guard = open_legs.pop()
                 guard.release()
                 guard.release()
+                guard.computed()
             case "fail" if registry.workers():
                 worker = rng.choice(registry.workers())
                 registry.note_failure(worker, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
             case "status" if registry.workers():
                 status = worker_pb2.WorkerStatus(engine_id="e", version=rng.randrange(10), running=rng.randrange(5))
                 rng.choice(registry.workers()).take_status(status)
-        assert sum(w.inflight for w in registry.workers()) <= len(guards)
-    for guard in guards:
+        for worker in registry.workers():
+            assert worker.inflight == sum(one is worker for one, _ in open_legs)
+        if chooser.index is not None:
+            assert set(chooser.index.servers()) == set(registry.workers())
+            assert len(chooser.index) == sum(map(chooser.index.entries_of, registry.workers())) <= 60
+    for _, guard in open_legs:
         guard.release()
+    for worker in {*registry.workers(), *(worker for worker, _ in open_legs)}:
+        assert (worker.inflight, worker.queued_tokens, worker.context_tokens) == (0, 0, 0)
     for worker in registry.workers():
-        assert worker.inflight == 0
         labels = {"role": worker.role, "worker": worker.address}
         assert metrics.value("baton_router_worker_inflight", **labels) == 0
     shown = metrics.render().decode()
@@ -284,6 +322,8 @@ async def test_r6_members_and_requests_in_any_order_leave_every_count_at_zero():
         address = f"127.0.0.1:{number}"
         known = any(w.address == address for w in registry.workers())
         assert (f'worker="{address}"' in shown) == known
+        registry.remove("prefill" if number % 2 else "decode", address)
+    assert chooser.index is None or len(chooser.index) == 0
     await registry.pool.close()
 
 
