@@ -46,6 +46,7 @@ from rpc.metric_families import Role, families_of
 if TYPE_CHECKING:
     from engine.parallel.agents import RankAgents
     from engine.parallel.hub import Hub
+    from engine.profiling import StepProfiler
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
 FIGURES_S = 0.05  # longest time that a busy engine keeps its figures back
@@ -110,6 +111,7 @@ class EngineCore:
         self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time, grammars)
         self.hub = hub
+        self.profiler: StepProfiler | None = None  # where profiles may be recorded
         self.stopping = False
         self._seq = 0
         self._graph_log = LogLimit()
@@ -131,6 +133,9 @@ class EngineCore:
             scheduler.abort(abort)
         if message.flush_cache:
             self.kv.flush()
+        if self.profiler is not None:
+            for order in message.profiles:
+                self.profiler.order(order)
         if message.shutdown:
             self.stop()
 
@@ -139,6 +144,7 @@ class EngineCore:
         if self.stopping:
             return
         self.stopping = True
+        fault("engine.stop", rank=0)
         skipped = len(self.scheduler.batcher.running)
         if skipped:
             _log.info("the next step is skipped: the engine stops", extra={"requests": skipped})
@@ -250,6 +256,7 @@ class EngineCore:
     def rest(self) -> None:
         """There is nothing to compute: the other ranks get, and give, a sign of life when one is due."""
         if self.hub is not None:
+            fault("engine.rest", rank=0)
             self.hub.heartbeat()
 
     # -- out ------------------------------------------------------------------------------------------------
@@ -390,6 +397,8 @@ class EngineLoop:
         self._thread = threading.get_ident()
         try:
             self._run()
+            if self.core.profiler is not None:
+                self.core.profiler.close()
             # Graphs before the scratch blocks that they write to, and both before the model. Not where the device has
             # failed, which may not be touched again.
             self.core.runner.release()
@@ -403,6 +412,9 @@ class EngineLoop:
                 if self._stop.is_set():
                     core.stop()
                 self._receive()
+                if core.profiler is not None:
+                    for news in core.profiler.turn():
+                        self._outbox.send(self._encoder.encode(EngineEnvelope(profile=news)))
                 computed = core.step()
                 if computed:
                     # Tokens first. Figures take longer to make, to send and to book, and can wait.

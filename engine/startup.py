@@ -33,6 +33,7 @@ from engine.runner.decode_status import capture_sizes
 from engine.runner.model_runner import ModelRunner
 from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault
 
 if TYPE_CHECKING:
     from engine.parallel.agents import RankAgents
@@ -58,6 +59,7 @@ class LoadedRank:
 
 def load_model(config: EngineConfig, communicator: Communicator) -> ModelRunner:
     """Reads this rank's share of the weights, without waiting for other ranks. Raises INVALID_PARAMS."""
+    fault("engine.load", rank=config.rank)
     if config.threads:
         torch.set_num_threads(config.threads)
     try:

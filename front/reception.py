@@ -410,7 +410,7 @@ class RequestScope:
                 return None
         elif isinstance(exc, BatonError) and exc is self._reception.engine.client.death:
             # One object for every open request; each gets its own, which takes its own context.
-            error = BatonError(ErrorCode.ENGINE_DEAD, exc.message, metadata={**exc.metadata, "cause": exc.code.name})
+            error = BatonError(ErrorCode.ENGINE_DEAD, exc.message, metadata={"cause": exc.code.name, **exc.metadata})
         elif isinstance(exc, BatonError):
             error = exc
             if exc.code is ErrorCode.GENERATE_TIMEOUT:

@@ -13,10 +13,11 @@ stands for). `nth=N` lets only the N-th matching call through to the action (fro
 `request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
 
 Points: `router.stage` (stage, request_id; any but queue), `request.admit` (role, request_key), `engine.stage` (stage,
-request_key), `engine.step` (kind, request_key of its first row), `engine.layer` (group, layer), `prefill.answer`,
-`decode.reserved` (request_key), `cache_store.load_start` (key, peer), `cache_store.load_open`, `cache_store.publish`
-(key), `cache_store.send_piece` (key, group, layer, block), `cache_store.renew` (key, side), all of them with the rank
-whose cache store it is, `prefill_graph.capture`, `prefill_graph.prepare`.
+request_key), `engine.step` (kind, request_key of its first row, rank), `engine.layer` (group, layer, rank),
+`engine.load`, `engine.rest` and `engine.stop` (rank), `engine.ordered` (kind; on rank 0, once the other ranks have the
+step), `prefill.answer`, `decode.reserved` (request_key), `cache_store.load_start` (key, peer), `cache_store.load_open`,
+`cache_store.publish` (key), `cache_store.send_piece` (key, group, layer, block), `cache_store.renew` (key, side), all
+of them with the rank whose cache store it is, `prefill_graph.capture`, `prefill_graph.prepare`.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ class Follower:
             self.rank.runner.wipe(group, blocks)
         for call in frame.calls:
             apply(call, self.rank.agent)
+        if frame.heartbeat:
+            fault("engine.rest", rank=self.rank.config.rank)
         if frame.stop:
+            fault("engine.stop", rank=self.rank.config.rank)
             requests = frame.skipped + (len(frame.step.rows) if frame.step is not None else 0)
             if requests:
                 _log.info("the next step is skipped: the engine stops", extra={"requests": requests, "seq": frame.seq})

@@ -14,6 +14,7 @@ from engine.parallel.step_orders import StepOrders, embeddings_travel_apart, sha
 from engine.runner.batch import StepBatch, StepResult
 from engine.runner.model_runner import ModelRunner
 from rpc.errors import BatonError
+from rpc.faults import fault
 
 CONNECT = "connect"  # where ranks wait for each other before they connect for their collective operations
 LOADED = "loaded"  # … and with their weights in memory
@@ -50,6 +51,7 @@ class LeadingRunner:
         self._runner.check(batch)  # raises while nobody has been told: then the step alone fails
         self._hub.step(self._orders.order(batch, apart=self._apart))
         try:
+            fault("engine.ordered", kind=batch.kind)
             if self._apart:
                 share_embeddings(batch, self._runner.communicator, self._runner.device)
             result = self._runner.execute(batch, on_layer)
