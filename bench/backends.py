@@ -149,12 +149,15 @@ class _OpenAi(Backend):
         if "error" in chunk:
             raise RequestFailed(f"{chunk['error'].get('code')}: {chunk['error'].get('message')}")
         choices = chunk["choices"]
-        text = "".join(c.get("text") or (c.get("delta") or {}).get("content") or "" for c in choices)
+        deltas = [c.get("delta") or {} for c in choices]
+        text = "".join(c.get("text") or d.get("content") or "" for c, d in zip(choices, deltas, strict=True))
         result.text += text
         usage = chunk.get("usage") or {}
         total = usage.get("completion_tokens")
         if total is None:
-            result.chunk(now, 1 if text else 0, self.target.itl_per_token)
+            # What a model thinks before its answer is made of tokens like any other.
+            thought = any(d.get("reasoning_content") or d.get("reasoning") for d in deltas)
+            result.chunk(now, 1 if text or thought else 0, self.target.itl_per_token)
         elif choices:
             result.chunk(now, int(total) - result.output_tokens, self.target.itl_per_token)
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -23,7 +24,7 @@ from tests.chaos.cases import (
     wait_busy,
     wait_workers_ready,
 )
-from tests.integration.cluster import Cluster, ServerProcess
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -59,18 +60,52 @@ def stopped(server: ServerProcess, parts: str) -> Iterator[float]:
             os.kill(pid, signal.SIGCONT)
 
 
+class HttpStream(threading.Thread):
+    """A streamed completion, read on a thread of its own."""
+
+    def __init__(self, cluster: Cluster, prompt: Sequence[int], salt: str) -> None:
+        super().__init__()
+        self.began = threading.Event()
+        self.lines: list[str] = []
+        self._url = f"http://{cluster.router.http}/v1/completions"
+        self._body = {
+            "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "stream": True, "cache_salt": salt,
+        }  # fmt: skip
+        self.start()
+
+    def run(self) -> None:
+        models = httpx.get(self._url.replace("completions", "models"), timeout=30, verify=False).json()
+        self._body["model"] = models["data"][0]["id"]
+        with httpx.stream("POST", self._url, json=self._body, timeout=60, verify=False) as response:
+            for line in response.iter_lines():
+                self.lines.append(line)
+                self.began.set()
+
+
 @pytest.mark.parametrize("parts", ["both", "engine"])
-def test_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewhere(cluster: Cluster, parts: str) -> None:
+def test_f1_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewhere(
+    cluster: Cluster, parts: str
+) -> None:
     before = cluster.router.metric("baton_migrations_total", result="ok") or 0.0
     with GenerationClient(cluster.router.grpc) as client:
         opened = [client.open(case.prompt, TOKENS, salt=parts) for case in cases()[:2]]  # one on each server
+        streams = [HttpStream(cluster, case.prompt, f"http {parts}") for case in cases()[:2]]
         for generation in opened:
             generation.wait_tokens(3)
+        for stream in streams:
+            assert stream.began.wait(30), stream.lines
         assert cluster.decode[0].requests()["open"] != []
         with stopped(cluster.decode[0], parts):
             for generation, case in zip(opened, cases(), strict=False):
                 answer = generation.answer()
                 assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
+            for stream in streams:
+                stream.join(30)
+                assert stream.lines[-2:] == ["data: [DONE]", ""], stream.lines[-3:]
+                assert not any('"error"' in line for line in stream.lines)
+            gauge = {"name": "baton_http_inflight_requests", "route": "/v1/completions"}
+            wait_for("no open HTTP request", lambda: cluster.router.metric(**gauge) == 0, 5.0)
     assert (cluster.router.metric("baton_migrations_total", result="ok") or 0.0) - before >= 1
     # The one that goes on finds out that nobody waits for it any more.
     wait_workers_ready(cluster)
@@ -95,7 +130,9 @@ def test_stop_when_the_only_prefill_server_stands_still_then_a_decode_server_com
     assert_serves(cluster, "after prefill")
 
 
-def test_stop_when_there_is_no_other_decode_server_then_a_typed_error_comes_within_the_limit(cluster: Cluster) -> None:
+def test_f1_stop_when_there_is_no_other_decode_server_then_a_typed_error_comes_within_the_limit(
+    cluster: Cluster,
+) -> None:
     case = cases()[3]
     url = f"http://{cluster.router.http}/workers"
     spare = cluster.decode[1].grpc

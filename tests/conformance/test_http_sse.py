@@ -132,7 +132,7 @@ async def test_nothing_when_no_token_is_there_is_sent_and_then_the_role_comes_wi
     raw.close()
 
 
-async def test_token_when_it_is_there_is_sent_before_the_next_is_made(router):
+async def test_r4_token_when_it_is_there_is_sent_before_the_next_is_made(router):
     gates = [asyncio.Event() for _ in router.ids("The capital of")]
     router.play(gated(router, gates))
     gates[0].set()

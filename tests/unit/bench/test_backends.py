@@ -10,7 +10,7 @@ import pytest
 
 from bench.backends import BACKENDS, OpenAiChat, OpenAiCompletions, Target
 from bench.datasets import Prompt
-from bench.results import RequestResult
+from bench.results import RequestResult, Slos, summarize
 from tests.unit.bench.sse_server import DONE, SseServer, completion, event, final_usage
 
 PROMPT = Prompt([5, 6, 7, 8, 9], "five tokens", 4)
@@ -40,13 +40,15 @@ class PacedClock:
             await self._read.acquire()
 
 
-async def measured(pieces: Sequence[bytes], times: Sequence[float], **target: object) -> RequestResult:
+async def measured(
+    pieces: Sequence[bytes], times: Sequence[float], prompt: Prompt = PROMPT, **target: object
+) -> RequestResult:
     """One request whose pieces arrive at `times[1:]`, sent at `times[0]`."""
     clock = PacedClock(times)
     async with SseServer(pieces, release=clock.next_piece) as server:
         backend = OpenAiCompletions(Target(server.url, "/v1/completions", "m", **target), clock)  # type: ignore[arg-type]
         try:
-            return await backend.send(PROMPT)
+            return await backend.send(prompt)
         finally:
             await backend.close()
 
@@ -108,6 +110,45 @@ async def test_send_when_comments_and_a_role_chunk_come_first_then_they_are_no_t
     assert r.e2el_s == 3.0
     assert r.prompt_tokens == 5
     assert r.cached_tokens == 3
+
+
+def chat(tokens: int | None, finish: str | None = None, **delta: str) -> bytes:
+    """A chunk of a chat; `tokens` is the running count of generated tokens."""
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    usage = None if tokens is None else {"prompt_tokens": 5, "completion_tokens": tokens}
+    return event(choices=[choice], usage=usage)
+
+
+async def test_m2_figures_when_chunks_bundle_tokens_after_a_role_and_a_thought_then_they_are_exact() -> None:
+    """Role and first tokens at 0.25 s, the first chunk with three tokens, which are thought; then one, four and two."""
+    role, thought = chat(0, role="assistant", content=""), chat(3, reasoning_content="so, ")
+    rest = [chat(4, content="a"), chat(8, content="bcde"), chat(10, "length", content="fg")]
+    times = [0.0, 0.25, 0.375, 0.625, 0.75, 0.875, 1.0]
+    prompt = Prompt([5, 6, 7, 8, 9], "five tokens", 10)
+    good = await measured([role + thought, *rest, final_usage(10), DONE], times, prompt=prompt)
+    assert good.error == ""
+    assert (good.ttft_s, good.e2el_s, good.output_tokens) == (0.25, 0.75, 10)
+    assert good.itls_s == [0.125, *[0.0625] * 4, *[0.0625] * 2]
+    assert good.tpot_s == 0.5 / 9
+    lost = event(error={"code": "ENGINE_DEAD", "message": "the engine is gone"})
+    broken = await measured([role + thought, rest[0], lost, DONE], times, prompt=prompt)
+    figures = summarize(
+        [good, broken], 2.0, request_rate=math.inf, max_concurrency=None, slos=Slos(), percentiles=[50]
+    )  # fmt: skip
+    assert (figures["completed"], figures["failed"]) == (1, 1)
+    assert (figures["output_throughput"], figures["request_throughput"]) == (5.0, 0.5)
+    assert (figures["mean_ttft_ms"], figures["mean_e2el_ms"]) == (250.0, 750.0)
+    assert figures["mean_tpot_ms"] == pytest.approx(500 / 9)
+    assert figures["mean_itl_ms"] == pytest.approx(500 / 7)
+
+
+async def test_m2_first_token_when_it_is_thought_and_no_usage_runs_along_then_it_counts() -> None:
+    pieces = [
+        chat(None, role="assistant", content=""), chat(None, reasoning_content="so"), chat(None, "length", content="a"),
+        final_usage(4), DONE,
+    ]  # fmt: skip
+    r = await measured(pieces, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (r.error, r.ttft_s, r.itls_s, r.output_tokens) == ("", 2.0, [1.0], 4)
 
 
 async def test_send_when_the_server_gives_no_running_usage_then_a_chunk_is_a_token_until_the_end_says_more() -> None:

@@ -43,7 +43,9 @@ def renewing() -> Iterator[tuple[Node, Node]]:
 
 
 @pytest.mark.serial
-def test_lease_that_nobody_loads_expires_without_any_request(pair: tuple[Node, Node]) -> None:
+def test_m1_lease_that_nobody_loads_expires_and_is_no_failed_transfer(
+    pair: tuple[Node, Node],
+) -> None:
     prefill, decode = pair
     prefill.stage(KEY, [5])
     ended = prefill.lease_ended()

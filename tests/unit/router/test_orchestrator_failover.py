@@ -96,6 +96,7 @@ async def test_f4_a_failing_decode_leg_aborts_a_running_prefill_leg_at_once(poin
         key, number, source = prefill.aborted[0]
         # Both legs have one key; the prefill server may have heard of its end before its beginning.
         assert (key, number, source) == (decode.seen[0].request_key, int(code), "peer")
+        assert counted(cluster, "baton_aborts_total", leg="prefill", source="peer") == 1
         await cluster.settled()
 
 
@@ -396,7 +397,7 @@ async def test_breaker_when_a_server_keeps_failing_then_it_gets_no_requests_unti
 async def test_r4_failures_of_the_requests_themselves_never_open_a_breaker():
     async with running_cluster(1, 1) as cluster:
         cluster.servers[0].at["start"] = fails(ErrorCode.LONG_PROMPT_ERROR)
-        for _ in range(30):
+        for _ in range(100):
             with pytest.raises(BatonError) as caught:
                 await cluster.collect(make_request())
             assert caught.value.code is ErrorCode.LONG_PROMPT_ERROR

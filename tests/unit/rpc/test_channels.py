@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import time
@@ -119,6 +120,26 @@ async def test_get_gives_one_channel_per_peer_and_index() -> None:
     assert pool.statistics()["channels"] == 4
     await pool.close()
     await server.stop(0)
+
+
+async def test_f3_ten_thousand_requests_have_no_more_channels_than_peers_have_configured_ones() -> None:
+    servers = [await started() for _ in range(3)]
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    pool = ChannelPool()
+    bulk = 4
+    for number in range(10_000):
+        address = addresses[number % 3]
+        connection = pool.connection(address, None if number % 2 else number % bulk)
+        if number % 50 == 0:
+            await check(connection.channel)
+        assert pool.statistics()["channels"] <= len(servers) * (1 + bulk)
+    statistics = pool.statistics()
+    assert (statistics["peers"], statistics["evictions"]) == (3, 0)
+    # Each has one task that watches it, and a request leaves none.
+    assert statistics["tasks"] == statistics["channels"] == 3 * (1 + bulk // 2)
+    await pool.close()
+    for server in servers:
+        await server.stop(0)
 
 
 async def test_bulk_channels_have_connections_of_their_own() -> None:
@@ -337,8 +358,8 @@ async def test_close_leaves_no_task_and_refuses_further_use() -> None:
     await server.stop(0)
 
 
-async def _ping_storm(server_options: list[tuple[str, int]]) -> grpc.StatusCode:
-    """A long unary call of a client that pings every second, against the given server."""
+async def _ping_storm(server_options: list[tuple[str, int]], call_s: float = 8, ping_ms: int = 1000) -> grpc.StatusCode:
+    """A long unary call of a client that pings every second, or as told, against the given server."""
     release = asyncio.Event()
 
     class Health(health_pb2_grpc.HealthServicer):
@@ -354,9 +375,10 @@ async def _ping_storm(server_options: list[tuple[str, int]]) -> grpc.StatusCode:
     health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    client = {**dict(CLIENT_OPTIONS), "grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 5000}
+    client = {**dict(CLIENT_OPTIONS), "grpc.keepalive_time_ms": ping_ms, "grpc.keepalive_timeout_ms": 5000}
     async with grpc.aio.insecure_channel(address, options=list(client.items())) as channel:
-        call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="8"), timeout=15)
+        request = health_pb2.HealthCheckRequest(service=str(call_s))
+        call = health_pb2_grpc.HealthStub(channel).Check(request, timeout=call_s + 7)
         code = await call.code()
     await server.stop(0)
     return code
@@ -368,3 +390,9 @@ async def test_f2_client_that_pings_every_second_passes_our_options_and_fails_th
     ours, defaults = await asyncio.gather(_ping_storm(list(scaled.items())), _ping_storm([]))  # type: ignore[arg-type]
     assert ours is grpc.StatusCode.OK
     assert defaults is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.skipif(os.environ.get("BATON_TESTS") != "nightly", reason="ten minutes: BATON_TESTS=nightly runs it")
+@pytest.mark.timeout(700)
+async def test_f2_ten_minutes_of_silence_when_both_sides_have_our_options_then_the_call_passes() -> None:
+    assert await _ping_storm(SERVER_OPTIONS, 600, 10_000) is grpc.StatusCode.OK  # type: ignore[arg-type]
