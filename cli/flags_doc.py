@@ -79,6 +79,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("access_log_flush_interval_seconds", "access_log_max_bytes", "access_log_backups"),
         "access_log_close_timeout_seconds",
     ),
+    "Profiles": ("enable_profiling", "profile_dir", "profile_max_seconds"),
     "Tracing": ("otlp_traces_endpoint", "tracing_sample_ratio"),
 }
 

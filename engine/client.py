@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import shutil
 import tempfile
 from collections import deque
@@ -27,6 +28,8 @@ from engine.messages import (
     EngineReady,
     EngineStats,
     FrontMessage,
+    ProfileNews,
+    ProfileOrder,
     RequestOutput,
     StepMessage,
 )
@@ -113,6 +116,8 @@ class EngineClient:
         self.dead = asyncio.Event()
         self.death: BatonError | None = None
         self._streams: dict[str, RequestStream] = {}
+        self._profiles: dict[int, asyncio.Future[ProfileNews]] = {}
+        self._numbers = itertools.count(1)
         self._pending = FrontMessage()
         self._flush_handle: asyncio.Handle | None = None
         self._ranks = RankProcesses(config, on_death=self._die, last_words=self._receive)
@@ -208,6 +213,29 @@ class EngineClient:
         self._pending.flush_cache = True
         self._schedule_flush()
 
+    async def profile(self, *, start: bool) -> ProfileNews:
+        """Starts recording what the engine does, or stops it and waits for the file.
+
+        Raises DUPLICATE_REQUEST for a second start, INVALID_PARAMS for a stop without one, EXECUTION_EXCEPTION when the
+        profiler or the disk fails, ENGINE_DEAD.
+        """
+        if self.death is not None:
+            raise self.death
+        if self._to_engine is None or self._loop is None or self._stopping:
+            raise BatonError(ErrorCode.ENGINE_DEAD, "the engine is not running")
+        order = ProfileOrder(next(self._numbers), start)
+        answer: asyncio.Future[ProfileNews] = self._loop.create_future()
+        self._profiles[order.number] = answer
+        self._pending.profiles.append(order)
+        self._schedule_flush()
+        try:
+            news = await answer
+        finally:
+            self._profiles.pop(order.number, None)
+        if news.error is not None:
+            raise error_of(news.error)
+        return news
+
     async def stop(self, grace_s: float) -> None:
         """Ends every open request with SERVER_DRAINING, and the process: by message, after `grace_s` by
         SIGKILL.
@@ -275,7 +303,7 @@ class EngineClient:
         """Marks the engine dead. The first cause stays."""
         if self.death is None:
             self.death = cause
-        for future in (self._hello, self._started):
+        for future in (self._hello, self._started, *self._profiles.values()):
             if future is not None and not future.done():
                 future.set_exception(self.death)
                 future.exception()  # retrieved: whoever waits gets it, nobody is told that nobody waited
@@ -328,6 +356,10 @@ class EngineClient:
         elif envelope.ready is not None:
             if self._started is not None and not self._started.done():
                 self._started.set_result(envelope.ready)
+        elif envelope.profile is not None:
+            answer = self._profiles.get(envelope.profile.number)
+            if answer is not None and not answer.done():
+                answer.set_result(envelope.profile)
         elif envelope.failed is not None:
             # The process is about to exit; the streams then end with this cause, or with that of a rank that was first.
             self._ranks.failed(0, error_of(envelope.failed.error))

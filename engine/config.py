@@ -77,6 +77,9 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     decode_retry_timeout_ms: int = 100  # time for all of them
     decode_retry_interval_ms: int = 1
 
+    profile_dir: str = ""  # folder of recorded profiles; empty: none are recorded
+    profile_max_seconds: float = 60.0  # longest recording
+
     log_level: str = "info"
     log_format: str = "json"
 
@@ -134,6 +137,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--prefill-max-wait-timeout-ms", self.prefill_max_wait_timeout_ms, 1, 86_400_000)
         _in_range("--decode-retry-times", self.decode_retry_times, 0, 10_000)
         _in_range("--decode-retry-timeout-ms", self.decode_retry_timeout_ms, 0, 60_000)
+        _in_range("--profile-max-seconds", self.profile_max_seconds, 0.1, 600)
         _in_range("--decode-retry-interval-ms", self.decode_retry_interval_ms, 1, 1000)
         self.prefill_graph.check()
         for size in self.decode_capture_sizes:

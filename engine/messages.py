@@ -87,12 +87,20 @@ class AbortRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     source: str = "client"  # label of baton_aborts_total: client, deadline, peer, error, drain
 
 
+class ProfileOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Start, or stop, recording what the engine does."""
+
+    number: int  # the answer has it too
+    start: bool
+
+
 class FrontMessage(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Front to engine: everything that came up since the last one."""
 
     adds: list[AddRequest] = []
     aborts: list[AbortRequest] = []
     flush_cache: bool = False  # drop unreferenced prefix-cache blocks
+    profiles: list[ProfileOrder] = []
     shutdown: bool = False  # end every open request with 8608, then leave the step loop
 
 
@@ -343,6 +351,18 @@ class EngineHello(msgspec.Struct, omit_defaults=True):
     protocol_version: int = PROTOCOL_VERSION
 
 
+class ProfileNews(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an order about a profile ended. Of a stop: the file, the seconds that were recorded, and whether they ended
+    by the limit."""
+
+    number: int
+    error: EngineError | None = None
+    path: str = ""
+    seconds: float = 0.0
+    size_bytes: int = 0
+    by_limit: bool = False
+
+
 class EngineEnvelope(msgspec.Struct, omit_defaults=True):
     """What travels on the engine-to-front socket: exactly one field is set."""
 
@@ -350,3 +370,4 @@ class EngineEnvelope(msgspec.Struct, omit_defaults=True):
     ready: EngineReady | None = None
     failed: EngineFailed | None = None
     step: StepMessage | None = None
+    profile: ProfileNews | None = None

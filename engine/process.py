@@ -169,6 +169,11 @@ def _serve(
         from engine.startup import start_core
 
         core, ready = start_core(config, wakeup, hub, _meeting(options))
+        if config.profile_dir:
+            from engine.profiling import StepProfiler
+
+            name = f"{config.role}-{ready.engine_id[:8]}"
+            core.profiler = StepProfiler(Path(config.profile_dir), name, config.profile_max_seconds, wakeup.wake)
         _settle(config)
         outbox.send(msgspec.msgpack.encode(EngineEnvelope(ready=ready)))
         _log.info("engine ready", extra={"blocks": ready.num_blocks, "load_seconds": round(ready.load_seconds, 3)})

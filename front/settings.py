@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -79,6 +80,15 @@ class FrontSettings(ServerSettings):
         wrong = [size for size in self.decode_capture_config if size > self.max_num_seqs]
         if wrong:
             raise ValueError(f"{DECODE_SIZES_FLAG}: {wrong} exceed --max-num-seqs {self.max_num_seqs}")
+        return self
+
+    @model_validator(mode="after")
+    def _profiles_have_a_folder(self) -> Self:
+        folder = self.profile_dir
+        if self.enable_profiling and not (folder and Path(folder).is_dir() and os.access(folder, os.W_OK)):
+            raise ValueError(
+                f"--profile-dir {folder!r}: --enable-profiling needs an existing folder that can be written to"
+            )
         return self
 
     @model_validator(mode="after")
@@ -196,6 +206,8 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         decode_retry_times=settings.decode_retry_times,
         decode_retry_timeout_ms=settings.decode_retry_timeout_ms,
         decode_retry_interval_ms=settings.decode_retry_interval_ms,
+        profile_dir=str(Path(settings.profile_dir).resolve()) if settings.enable_profiling else "",
+        profile_max_seconds=settings.profile_max_seconds,
         log_level=settings.log_level,
         log_format=settings.log_format,
     )

@@ -19,6 +19,7 @@ from front.status_board import StatusBoard
 from front.validation import out_of_range
 from front.wire import kv_group, ledger_counts, rank_parts
 from protos import worker_pb2, worker_pb2_grpc
+from rpc.errors import BatonError, ErrorCode
 from rpc.server import join_address
 from rpc.version import PROTOCOL_VERSION, version
 
@@ -147,3 +148,26 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._engine.require()
         self._engine.client.flush_cache()
         return worker_pb2.FlushCacheResponse()
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        self._require_profiling()
+        await self._engine.client.profile(start=True)
+        return worker_pb2.StartProfileResponse(max_seconds=self._facts.settings.profile_max_seconds)
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        self._require_profiling()
+        news = await self._engine.client.profile(start=False)
+        return worker_pb2.StopProfileResponse(
+            path=news.path, seconds=news.seconds, size_bytes=news.size_bytes, ended_by_limit=news.by_limit
+        )
+
+    def _require_profiling(self) -> None:
+        if not self._facts.settings.enable_profiling:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS, "profiles are switched off; start the server with --enable-profiling"
+            )
+        self._engine.require()

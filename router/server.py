@@ -21,7 +21,7 @@ from router.admission import Admission
 from router.attempt import AttemptLimits
 from router.choice import Chooser
 from router.failover import FailoverSettings
-from router.fan_out import flush_caches
+from router.fan_out import flush_caches, start_profiles, stop_profiles
 from router.grammar.admission import GrammarAdmission
 from router.grpc_service import SERVICE, GenerationService, GrpcServices, account_for_refused
 from router.http.app import build_app
@@ -173,6 +173,8 @@ class RouterServer:
                 workers=self.registry,
                 metrics=self.metrics,
                 flush_cache=lambda: flush_caches(self.registry),
+                start_profile=(lambda: start_profiles(self.registry)) if settings.enable_profiling else None,
+                stop_profile=(lambda: stop_profiles(self.registry)) if settings.enable_profiling else None,
                 load=self.load,
                 server_info=self.server_info,
                 before_scrape=self._before_scrape,

@@ -37,6 +37,9 @@ class CommonSettings(Settings):
     disable_metrics: bool = Field(
         False, description="/metrics names its families and counts nothing: to measure what counting costs"
     )
+    enable_profiling: bool = Field(
+        False, description="profiles of the engines may be recorded: /start_profile and /stop_profile of the router"
+    )
     access_log_path: str | None = Field(None, description="file of the access log; default: stderr")
     access_log_content: bool = Field(False, description="write prompts and answers into the access log")
     access_log_arrival: bool = Field(False, description="write a line also when a request arrives")
@@ -179,6 +182,10 @@ class ServerSettings(CommonSettings):
     )
     enforce_eager: Annotated[bool, Flag(("--disable-cuda-graph",))] = Field(
         False, description="the same as --no-enable-cuda-graph"
+    )
+    profile_dir: str = Field("", description="existing folder of recorded profiles; needed with --enable-profiling")
+    profile_max_seconds: float = Field(
+        60.0, ge=0.1, le=600, allow_inf_nan=False, description="after which the recording of a profile ends by itself"
     )
     cuda_graph_debug: bool = Field(
         False, description="write each captured graph as a DOT file into a folder that the log names"

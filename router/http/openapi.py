@@ -284,8 +284,17 @@ def _paths() -> dict[str, Schema]:
     return pages | _probes()
 
 
-def document(*, needs_key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1 of the router. `needs_key`: it has been given an API key."""
+def _profiles() -> dict[str, Schema]:
+    result = _object(("role", "address", "ok"), role=_strings("prefill", "decode"), ok={"type": "boolean"})
+    answer: Schema = {"content": _content(_object(results=_list(result)))}
+    return {
+        "/start_profile": {"post": _operation("start_profile", "records what every engine does", answer)},
+        "/stop_profile": {"post": _operation("stop_profile", "ends the recordings and says where they are", answer)},
+    }
+
+
+def document(*, needs_key: bool, profiling: bool = False) -> dict[str, Any]:
+    """OpenAPI 3.1 of the router. `needs_key`: it has been given an API key. `profiling`: profiles may be recorded."""
     content: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -293,7 +302,7 @@ def document(*, needs_key: bool) -> dict[str, Any]:
             "version": version(),
             "description": "OpenAI's completions and chat, and what operators need.",
         },
-        "paths": _paths(),
+        "paths": _paths() | (_profiles() if profiling else {}),
         "components": {"schemas": SCHEMAS},
     }
     if needs_key:

@@ -41,6 +41,9 @@ class HttpServices:
     workers: Workers
     metrics: Registry
     flush_cache: Callable[[], Awaitable[list[dict[str, Any]]]]
+    # Like `flush_cache`; None: there are no such paths.
+    start_profile: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+    stop_profile: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
     load: Callable[[], dict[str, Any]]
     server_info: Callable[[], dict[str, Any]]
     before_scrape: Callable[[], None] | None = None

@@ -114,7 +114,16 @@ def test_services_when_described_then_every_method_can_be_called(live: Live, ver
         "baton.v1.Prefill": {"Prefill", "Abort"},
         "baton.v1.Decode": {"Decode", "Abort"},
         "baton.v1.CacheStore": {"Handshake", "Load", "RenewLease", "Release"},
-        "baton.v1.Worker": {"GetInfo", "GetStatus", "WatchStatus", "SubscribeKvEvents", "Drain", "FlushCache"},
+        "baton.v1.Worker": {
+            "GetInfo",
+            "GetStatus",
+            "WatchStatus",
+            "SubscribeKvEvents",
+            "Drain",
+            "FlushCache",
+            "StartProfile",
+            "StopProfile",
+        },
     }
 
 

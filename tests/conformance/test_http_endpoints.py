@@ -219,6 +219,13 @@ async def test_workers_when_added_and_removed_are_listed(router):
     assert (await router.client.get("/workers")).json() == {"workers": []}
 
 
+async def test_profiles_when_they_may_not_be_recorded_have_no_paths(router):
+    for path in ("/start_profile", "/stop_profile"):
+        answer = await router.client.post(path)
+        assert (answer.status_code, answer.json()["error"]["baton_code"]) == (404, 40401)
+        assert path not in (await router.client.get("/openapi.json")).json()["paths"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_abort_when_the_request_is_open_ends_it_with_what_it_has(router, stream):
     taken = asyncio.Event()

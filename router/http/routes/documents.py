@@ -12,7 +12,7 @@ from router.http.services import HttpServices
 
 
 def document_routes(services: HttpServices) -> list[Route]:
-    content = document(needs_key=bool(services.api_keys))
+    content = document(needs_key=bool(services.api_keys), profiling=services.start_profile is not None)
 
     async def openapi(request: Request) -> Response:
         return json_response(content)

@@ -1,4 +1,4 @@
-"""`/workers`, `/load`, `/flush_cache`: the servers behind the router."""
+"""`/workers`, `/load`, `/flush_cache`, `/start_profile`, `/stop_profile`: the servers behind the router."""
 
 from __future__ import annotations
 
@@ -58,7 +58,20 @@ def worker_routes(services: HttpServices) -> list[Route]:
     async def flush_cache(request: Request) -> Response:
         return json_response({"results": await services.flush_cache()})
 
+    async def start_profile(request: Request) -> Response:
+        assert services.start_profile is not None
+        return json_response({"results": await services.start_profile()})
+
+    async def stop_profile(request: Request) -> Response:
+        assert services.stop_profile is not None
+        return json_response({"results": await services.stop_profile()})
+
+    profiles = [
+        Route("/start_profile", start_profile, methods=["POST"]),
+        Route("/stop_profile", stop_profile, methods=["POST"]),
+    ]
     return [
+        *(profiles if services.start_profile is not None else ()),
         Route("/workers", workers, methods=["GET", "POST"]),
         Route("/workers/{role}/{address}", remove, methods=["DELETE"]),
         Route("/load", load, methods=["GET"]),
