@@ -9,12 +9,13 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from router.grammar.helper import HelperConfig, Verdict
-from router.grammar.helper_process import HelperDied, HelperProcess
+from router.grammar.helper_process import HelperDied, HelperProcess, HelperTemplate
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarSpec, not_offered
 from rpc.metrics import Registry
@@ -24,8 +25,11 @@ CACHE_BYTES = 1 << 30
 MOST_HELPERS = 4
 CORES_PER_HELPER = 4
 MOST_WAITING = 1024
+# A grammar that takes longer makes room for others, and goes on beside them.
+QUICK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -56,56 +60,90 @@ class _Job:
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A helper that is at a grammar. `asking` never fails."""
+
+    helper: HelperProcess
+    asking: asyncio.Task[Verdict]
+    began: float
+
+
 class GrammarAdmission:
     """A context manager that owns its helper processes; outside of it nothing is admitted.
 
     At most MOST_WAITING grammars wait for a helper, more are refused with ROUTER_QUEUE_FULL. Equal grammars are asked
     about once, and verdicts that cannot change are remembered. A request that leaves stops waiting at once; its grammar
     is still looked at if its turn has come.
+
+    A grammar that is not done after QUICK_S leaves its place to those that wait, and a new helper takes it: the slow
+    one goes on in a place of its own, one at a time. If that is taken, its helper is ended, and it is begun anew when
+    its turn there comes. So however many slow grammars are sent, each costs the others QUICK_S at the most, and there
+    is never more than one process above `helper_count` and the template.
     """
 
     def __init__(self, settings: GrammarSettings, metrics: Registry) -> None:
         self.settings = settings
         self._metrics = metrics
-        config = HelperConfig(
-            folder=settings.folder,
-            memory_bytes=settings.memory_bytes,
-            cache_bytes=CACHE_BYTES // settings.helper_count,
-            parent_pid=os.getpid(),
+        self.template = HelperTemplate(
+            HelperConfig(
+                folder=settings.folder,
+                memory_bytes=settings.memory_bytes,
+                cache_bytes=CACHE_BYTES // settings.helper_count,
+                parent_pid=os.getpid(),
+            )
         )
-        self.helpers = [HelperProcess(config) for _ in range(settings.helper_count)] if settings.enabled else []
+        count = settings.helper_count if settings.enabled else 0
+        self.helpers = [HelperProcess(self.template) for _ in range(count)]
         self._queue: asyncio.Queue[_Job] = asyncio.Queue(MOST_WAITING)
+        self._slow_queue: asyncio.Queue[tuple[_Job, _Trial | None]] = asyncio.Queue(MOST_WAITING)
+        self._slow = 0  # grammars in the slow place and on the way there
         self._jobs: dict[bytes, _Job] = {}
         self._verdicts: collections.OrderedDict[bytes, Verdict] = collections.OrderedDict()
         self._ready = 0
         self._stack = contextlib.AsyncExitStack()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._group = asyncio.TaskGroup()
         metrics.set("baton_grammar_validator_available", 0)
 
     async def __aenter__(self) -> Self:
         """Returns when a helper is ready. Raises SystemExit with one line, naming the flag, if the first cannot be."""
         if not self.helpers:
             return self
-        first, *others = self.helpers
         try:
-            await first.start()
-        except BatonError as error:
-            raise SystemExit(f"router: error: {error.message}") from None
+            await self.helpers[0].start()
+        except (BatonError, OSError) as error:
+            message = error.message if isinstance(error, BatonError) else f"--grammar-backend: {error}"
+            await self.template.close()
+            raise SystemExit(f"router: error: {message}") from None
         self._count(1)
-        group = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._tasks = [group.create_task(self._serve(helper)) for helper in (first, *others)]
+        await self._stack.enter_async_context(self._group)
+        for place in range(len(self.helpers)):
+            self._spawn(self._serve(place))
+        self._spawn(self._serve_slow())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         await self._stack.aclose()
+        await self.template.close()
         for helper in self.helpers:
             await helper.kill()
+        while not self._slow_queue.empty():
+            _, trial = self._slow_queue.get_nowait()
+            if trial is not None:
+                await trial.helper.kill()
         for job in list(self._jobs.values()):
             self._settle(job, _verdict(ErrorCode.SERVER_DRAINING, "the router is shutting down"))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = self._group.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def admit(self, spec: GrammarSpec, param: str) -> None:
         """Returns when the grammar has been found to compile.
@@ -131,7 +169,9 @@ class GrammarAdmission:
         """For `/server_info`."""
         return {
             "helpers": [{"pid": helper.pid, "starts": helper.starts} for helper in self.helpers],
+            "template": {"pid": self.template.pid, "starts": self.template.starts},
             "waiting": self._queue.qsize(),
+            "slow": self._slow,
             "verdicts": len(self._verdicts),
         }
 
@@ -148,7 +188,7 @@ class GrammarAdmission:
                 ) from None
             self._jobs[key] = job
             job.answer.add_done_callback(lambda _, job=job: self._forget(key, job))  # type: ignore[misc]
-            job.timer = loop.call_later(self.settings.queue_timeout_s, self._expire, job)
+            self._limit_wait(job)
         job.waiters += 1
         try:
             verdict = await asyncio.shield(job.answer)
@@ -168,6 +208,9 @@ class GrammarAdmission:
         while len(self._verdicts) > self.settings.result_cache:
             self._verdicts.popitem(last=False)
 
+    def _limit_wait(self, job: _Job) -> None:
+        job.timer = asyncio.get_running_loop().call_later(self.settings.queue_timeout_s, self._expire, job)
+
     def _expire(self, job: _Job) -> None:
         message = (
             f"the grammar waited {self.settings.queue_timeout_s:g} s (--grammar-queue-timeout-seconds) to be checked; "
@@ -184,40 +227,103 @@ class GrammarAdmission:
 
     # -- helpers ----------------------------------------------------------------------------------------------
 
-    async def _serve(self, helper: HelperProcess) -> None:
-        """One helper's life: a job at a time, and a new process after each that has ended."""
-        if not helper.alive:
-            await self._start(helper)
+    async def _serve(self, place: int) -> None:
+        """One place for helpers: a job at a time, and a new process after each that has ended or is slow."""
+        if not self.helpers[place].alive:
+            await self._start(self.helpers[place])
         while True:
             job = await self._queue.get()
-            if job.timer is not None:
-                job.timer.cancel()
-            if job.answer.done():
+            if not self._wanted(job):
                 continue
-            if not job.waiters:
-                job.answer.cancel()
-                continue
+            helper = self.helpers[place]
             if not helper.alive:  # it ended while it had nothing to do
                 self._count(-1)
                 await self._start(helper)
-            self._settle(job, await self._judge(helper, job.spec))
-            if not helper.alive:
+            trial = self._begin(helper, job)
+            if await self._ends(trial, min(QUICK_S, self.settings.compile_timeout_s)):
+                self._settle(job, trial.asking.result())
+                if helper.alive:
+                    continue
                 self._count(-1)
-                await self._start(helper)
+            else:
+                self._count(-1)
+                if not self._slow:
+                    self._slow += 1
+                    self._slow_queue.put_nowait((job, trial))
+                    helper = self.helpers[place] = HelperProcess(self.template)
+                else:
+                    await self._stop(trial)
+                    self._postpone(job)
+            await self._start(helper)
 
-    async def _judge(self, helper: HelperProcess, spec: GrammarSpec) -> Verdict:
+    async def _serve_slow(self) -> None:
+        """The place for grammars that take long: each ends here, one way or the other, and its helper with it."""
+        while True:
+            job, trial = await self._slow_queue.get()
+            if trial is None and self._wanted(job):
+                helper = HelperProcess(self.template)
+                await self._start(helper)
+                self._count(-1)  # it is for this one alone
+                trial = self._begin(helper, job)
+            if trial is not None:
+                left_s = trial.began + self.settings.compile_timeout_s - time.monotonic()
+                try:
+                    verdict = trial.asking.result() if await self._ends(trial, left_s) else self._too_slow(job, trial)
+                finally:
+                    await self._stop(trial)
+                self._settle(job, verdict)
+            self._slow -= 1
+
+    def _postpone(self, job: _Job) -> None:
+        """The slow place is taken: the grammar waits for it, and is begun anew."""
+        try:
+            self._slow_queue.put_nowait((job, None))
+        except asyncio.QueueFull:
+            self._settle(job, _verdict(ErrorCode.ROUTER_QUEUE_FULL, "too many grammars are slow; send it again later"))
+        else:
+            self._slow += 1
+            self._limit_wait(job)
+
+    @staticmethod
+    def _wanted(job: _Job) -> bool:
+        """Whether anybody still waits for the job, whose turn has come."""
+        if job.timer is not None:
+            job.timer.cancel()
+        if job.answer.done():
+            return False
+        if not job.waiters:
+            job.answer.cancel()
+            return False
+        return True
+
+    def _begin(self, helper: HelperProcess, job: _Job) -> _Trial:
+        return _Trial(helper, self._spawn(self._ask(helper, job.spec)), time.monotonic())
+
+    @staticmethod
+    async def _ends(trial: _Trial, limit_s: float) -> bool:
+        """Whether the helper has an answer within the limit."""
+        done, _ = await asyncio.wait({trial.asking}, timeout=max(0.0, limit_s))
+        return bool(done)
+
+    @staticmethod
+    async def _stop(trial: _Trial) -> None:
+        trial.asking.cancel()
+        await trial.helper.kill()
+
+    def _too_slow(self, job: _Job, trial: _Trial) -> Verdict:
+        self._metrics.observe("baton_grammar_compile_seconds", time.monotonic() - trial.began)
+        return _verdict(
+            ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
+            f"{job.spec.kind} takes longer to compile than {self.settings.compile_timeout_s:g} s "
+            "(--grammar-compile-timeout-seconds); simplify it",
+            cause="timeout",
+        )
+
+    async def _ask(self, helper: HelperProcess, spec: GrammarSpec) -> Verdict:
+        """What the helper says; if it dies, that. It is ended then, so that a new one takes its place."""
         began = time.monotonic()
         try:
-            async with asyncio.timeout(self.settings.compile_timeout_s):
-                verdict = await helper.judge(spec)
-        except TimeoutError:
-            await helper.kill()
-            verdict = _verdict(
-                ErrorCode.ERROR_GENERATE_CONFIG_FORMAT,
-                f"{spec.kind} takes longer to compile than {self.settings.compile_timeout_s:g} s "
-                "(--grammar-compile-timeout-seconds); simplify it",
-                cause="timeout",
-            )
+            verdict = await helper.judge(spec)
         except HelperDied:
             await helper.kill()
             verdict = _verdict(

@@ -1,25 +1,33 @@
-"""A process that tries to compile grammars: `python -m router.grammar.helper`, started by the router.
+"""Processes that try to compile grammars: `python -m router.grammar.helper`, started by the router, and its children.
 
-Frames go in on stdin and out on stdout: a length of four bytes, little-endian, and a msgpack message. The first is
-`HelperConfig`, answered by `HelperReady`; each `GrammarSpec` after it is answered by a `Verdict`, in order. The end of
-stdin ends the process, and so does the death of the router.
+The process that the router starts loads the library and the tokenizer, which takes seconds, and then sees no grammar:
+it is the template of helpers, which it makes by forking, in milliseconds. So one that had to be killed is replaced at
+once, and all of them share the template's memory.
+
+Template and router talk over a socket that keeps messages apart, the template's stdin: `HelperConfig`, answered by
+`HelperReady`; then each `HelperOrder` is answered by a `HelperPid`. An order for a new helper brings the socket along
+that leads to it. There frames go both ways: a length of four bytes, little-endian, and a msgpack message; each
+`GrammarSpec` is answered by a `Verdict`, in order. The end of its socket ends a process, and so does the death of the
+one that made it.
 
 What a grammar may do here is bounded: memory by a limit on the address space, set anew for each, time by the router,
-which kills the process. It writes no files, and knows no secrets: its environment is a short list.
+which has the process killed. It writes no files, and knows no secrets: its environment is a short list.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import io
 import os
 import resource
 import signal
-import sys
+import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -27,6 +35,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarSpec
 
 LENGTH_BYTES = 4
+MAX_ORDER_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
@@ -45,6 +54,18 @@ class HelperReady(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class HelperOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the router wants of the template: a new helper, or the end of one of them."""
+
+    kill: int = 0  # its pid; 0: a new one
+
+
+class HelperPid(msgspec.Struct, frozen=True):
+    """The answer to an order; 0 when there could be no new helper."""
+
+    pid: int
+
+
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of one grammar: code 0, or why it is refused."""
 
@@ -54,7 +75,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: Mapping[str, str] = {}
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: io.BufferedIOBase) -> bytes | None:
     """The next frame; None at the end of the stream."""
     head = stream.read(LENGTH_BYTES)
     if len(head) < LENGTH_BYTES:
@@ -72,12 +93,9 @@ def frame(message: object) -> bytes:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its life is the router's
-    source = sys.stdin.buffer
-    # Nothing but answers goes to the router, whatever a library prints.
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    first = read_frame(source)
-    if first is None:
+    control = socket.socket(fileno=0)
+    first = control.recv(MAX_ORDER_BYTES)
+    if not first:
         return 2
     config = msgspec.msgpack.decode(first, type=HelperConfig)
     if not _tie_to(config.parent_pid):
@@ -85,18 +103,70 @@ def main() -> int:
     compiler, problem = _compiler(config)
     if compiler is not None:
         _confine()
-    _send(out, HelperReady(problem))
+        # The collector of a helper is not to touch, and so to copy, what it shares with the template.
+        gc.collect()
+        gc.freeze()
+    control.send(msgspec.msgpack.encode(HelperReady(problem)))
     if compiler is None:
         return 1
-    decoder = msgspec.msgpack.Decoder(GrammarSpec)
-    while (body := read_frame(source)) is not None:
-        _send(out, _judge(compiler, decoder.decode(body), config.memory_bytes))
+    _make_helpers(control, compiler, config.memory_bytes)
     return 0
 
 
-def _send(out: BinaryIO, message: object) -> None:
-    out.write(frame(message))
-    out.flush()
+def _make_helpers(control: socket.socket, compiler: Any, memory_bytes: int) -> None:
+    """Follows orders until the router has gone; then no helper is left."""
+    decoder = msgspec.msgpack.Decoder(HelperOrder)
+    helpers: set[int] = set()
+    while True:
+        message, passed, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 1)
+        helpers -= {pid for pid in helpers if os.waitpid(pid, os.WNOHANG)[0]}
+        if not message:
+            break
+        order = decoder.decode(message)
+        if passed:
+            pid = _fork(control, passed[0], compiler, memory_bytes)
+            os.close(passed[0])
+            helpers |= {pid} - {0}
+        else:
+            # Its number cannot be another process's by now: whoever ended is waited for here alone.
+            pid = order.kill
+            _end(helpers & {pid})
+            helpers.discard(pid)
+        control.send(msgspec.msgpack.encode(HelperPid(pid)))
+    _end(helpers)
+
+
+def _end(helpers: Iterable[int]) -> None:
+    for pid in helpers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _fork(control: socket.socket, descriptor: int, compiler: Any, memory_bytes: int) -> int:
+    """A helper behind the socket; returns its pid, 0 if the system has no room for one. Never returns in the helper."""
+    template = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:
+        return 0
+    if pid:
+        return pid
+    status = 1
+    try:
+        control.close()  # else nobody would see the template end
+        if _tie_to(template):
+            _work(descriptor, compiler, memory_bytes)
+            status = 0
+    finally:
+        os._exit(status)
+
+
+def _work(descriptor: int, compiler: Any, memory_bytes: int) -> None:
+    decoder = msgspec.msgpack.Decoder(GrammarSpec)
+    with socket.socket(fileno=descriptor) as link, link.makefile("rwb") as stream:
+        while (body := read_frame(stream)) is not None:
+            stream.write(frame(_judge(compiler, decoder.decode(body), memory_bytes)))
+            stream.flush()
 
 
 def _compiler(config: HelperConfig) -> tuple[Any, str]:

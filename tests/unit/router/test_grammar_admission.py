@@ -15,7 +15,7 @@ import uvloop
 
 from router.grammar.admission import GrammarAdmission, GrammarSettings
 from router.grammar.helper import HelperConfig
-from router.grammar.helper_process import HelperDied, HelperProcess
+from router.grammar.helper_process import HelperDied, HelperProcess, HelperTemplate
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarKind, GrammarSpec
 from rpc.metrics import Registry
@@ -30,6 +30,15 @@ LARGE = GrammarSpec(
     "root ::= " + " | ".join(f"r{i}" for i in range(20_000)) + "\n"
     + "\n".join(f'r{i} ::= "a{i}" [a-z]{{1,90}} | "b" r{(i + 1) % 20_000}' for i in range(20_000)),
 )  # fmt: skip
+
+
+def slow(number: int) -> GrammarSpec:
+    """One of many that take far longer than any test."""
+    return GrammarSpec(LARGE.kind, f'{LARGE.text}\nunused{number} ::= "x"')
+
+
+def config() -> HelperConfig:
+    return HelperConfig(str(tiny_model("llama")), memory_bytes=1 << 30, cache_bytes=1 << 28, parent_pid=os.getpid())
 
 
 def figure(metrics: Registry, name: str) -> float:
@@ -106,8 +115,8 @@ async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_d
         pid = helper.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        assert helper._process is not None
-        await helper._process.wait()
+        assert helper._reader is not None
+        assert await helper._reader.read() == b""
         await admission.admit(GrammarSpec(GrammarKind.REGEX, "d+"), "regex")
         assert helper.starts == 3
         last = helper.pid
@@ -131,20 +140,59 @@ async def test_admission_when_a_helper_takes_too_long_then_it_is_killed_and_what
         assert not admission._verdicts  # neither is final
 
 
+async def test_admission_when_slow_grammars_keep_coming_then_others_are_answered_and_no_library_is_loaded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.grammar.admission.QUICK_S", 0.2)
+    async with admitting(compile_timeout_s=1.0, queue_timeout_s=LIMIT_S) as (admission, metrics):
+        template, first = admission.template.pid, admission.helpers[0].pid
+        asking = [asyncio.create_task(refused(admission, slow(number), "ebnf")) for number in range(4)]
+        await asyncio.sleep(0)
+        await admission.admit(GOOD, "regex")  # behind all of them
+        # Each of the slow ones has cost it a fifth of a second, and the last one's turn is still to come.
+        assert not asking[-1].done()
+        assert figure(metrics, "baton_grammar_validator_available") == 1
+        assert admission.helpers[0].pid not in (None, first)
+        for error in await asyncio.gather(*asking):
+            assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT and error.metadata == {"cause": "timeout"}
+        assert first is not None and not process_exists(first)
+        assert (admission.template.pid, admission.template.starts) == (template, 1)
+        await admission.admit(GrammarSpec(GrammarKind.REGEX, "[d-f]+"), "regex")
+        assert admission.statistics()["slow"] == 0
+
+
+async def test_admission_when_the_template_dies_then_it_is_loaded_again_and_no_helper_outlives_it() -> None:
+    async with admitting() as (admission, _):
+        [helper] = admission.helpers
+        template, pid = admission.template.pid, helper.pid
+        assert template is not None and pid is not None
+        assert len(os.listdir(f"/proc/{template}/task")) == 1  # with more threads it could not be forked
+        os.kill(template, signal.SIGKILL)
+        assert helper._reader is not None
+        assert await helper._reader.read() == b""
+        await admission.admit(GOOD, "regex")
+        assert admission.template.starts == 2 and not process_exists(pid)
+
+
 def test_helper_when_the_loop_has_closed_its_pipe_already_then_it_counts_as_dead() -> None:
     """On the loop that the router runs on, which raises RuntimeError then."""
 
     async def ask() -> None:
-        helper = HelperProcess(HelperConfig("", 0, 0, 0))
-        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-        process = helper._process = await asyncio.create_subprocess_exec("true", **pipes)
-        await process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.stdin.wait_closed()
-        with pytest.raises(HelperDied):
-            await helper.judge(GOOD)
-        await helper.kill()
+        template = HelperTemplate(config())
+        helper = HelperProcess(template)
+        try:
+            await helper.start()
+            assert helper.pid is not None and helper._writer is not None
+            os.kill(helper.pid, signal.SIGKILL)
+            helper._writer.close()
+            await helper._writer.wait_closed()
+            with pytest.raises(HelperDied):
+                await helper.judge(GOOD)
+            await helper.start()
+            assert (await helper.judge(GOOD)).code == 0
+            await helper.kill()
+        finally:
+            await template.close()
 
     uvloop.run(ask())
 
