@@ -68,6 +68,11 @@ class PrefixIndex(Generic[Server]):
         holdings = self._servers.get(server)
         return len(holdings) if holdings is not None else 0
 
+    def unconfirmed(self, server: Server) -> int:
+        """Of its entries, those that it has not confirmed yet."""
+        holdings = self._servers.get(server)
+        return len(holdings.expected) if holdings is not None else 0
+
     # -- servers
 
     def add(self, server: Server) -> None:

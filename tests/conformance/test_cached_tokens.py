@@ -13,6 +13,7 @@ from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.conformance.live_cluster import BLOCK, COMPLETIONS, KEY_METADATA, MODEL, Live
 from tests.integration.cluster import wait_for
 from tests.integration.generation_client import TIMEOUT_S, request_of
+from tests.unit.router.scripted import Cluster, Options, make_request
 
 PROMPT_TOKENS = 100
 PART = 3 * BLOCK
@@ -124,3 +125,41 @@ def test_r5_cached_tokens_when_servers_have_parts_of_the_prompt_then_all_tell_th
         )
 
     wait_for("counters that agree with what was told", counted, 5.0, poll_s=0.05)
+
+
+async def test_prediction_when_servers_tell_what_they_cache_then_it_is_what_they_find(live: Live) -> None:
+    """The router's core in this process, with the servers' own events: both hash prompts alike."""
+    cluster = Cluster(Options(policy="cache_aware"))
+    for server in (live.p, live.d):
+        cluster.registry.add(server.role, server.grpc)  # type: ignore[arg-type]
+    prompt = new_prompt()
+    try:
+        async with cluster.registry, cluster.feed, cluster.orchestrator:
+            await cluster.ready(2)
+            index = cluster.chooser.index
+            assert index is not None
+            workers = cluster.registry.workers()
+
+            async def asked(tokens: Sequence[int], salt: str = "") -> tuple[int, int]:
+                """Predicted and actual cached tokens of one request, once the servers have told what they keep."""
+                before = [guesses(kind) for kind in ("predicted", "actual")]
+                await cluster.collect(make_request(tokens, 2, cache_salt=salt))
+                await cluster.until(lambda: not any(map(index.unconfirmed, workers)))
+                after = [guesses(kind) for kind in ("predicted", "actual")]
+                return int(after[0] - before[0]), int(after[1] - before[1])
+
+            def guesses(kind: str) -> float:
+                return cluster.metrics.value("baton_router_prefix_tokens_total", kind=kind) or 0
+
+            assert await asked(prompt) == (0, 0)
+            assert await asked(prompt) == (HITS["full"], HITS["full"])
+            assert await asked([*prompt[:PART], 9, *prompt[:PART]]) == (PART, PART)
+            assert await asked(prompt, "tenant") == (0, 0)
+            assert await asked(prompt, "tenant") == (HITS["full"], HITS["full"])
+            live.cluster.assert_clean_ledgers()
+            for role in ("prefill", "decode"):
+                flush(live, role)
+            await cluster.until(lambda: len(index) == 0)
+            assert await asked(prompt) == (0, 0)
+    finally:
+        await cluster.pool.close()

@@ -109,6 +109,25 @@ async def test_generate_when_not_streamed_then_one_message_has_everything():
         assert message.baton.path == "pd"
 
 
+async def test_generate_when_it_has_a_session_then_its_requests_go_to_the_same_servers():
+    async with running_api(prefills=3, decodes=3, policy="session") as api:
+
+        async def servers_of(session: str) -> list[str]:
+            for server in api.cluster.servers:
+                server.seen.clear()
+            metadata = (("x-session-id", session),)
+            await api.generate(token_ids=ids(*PROMPT), sampling=sampling(2), metadata=metadata)
+            return [server.address for server in api.cluster.servers if server.seen]
+
+        sessions = [f"session {number}" for number in range(5)]
+        first = [await servers_of(session) for session in sessions]
+        assert [await servers_of(session) for session in sessions[::-1]] == first[::-1]
+        assert len(set(map(tuple, first))) > 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await servers_of("s" * 257)
+        assert code_of(caught.value) is ErrorCode.INVALID_PARAMS
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_generate_when_there_are_choices_then_each_has_its_end_and_the_request_one_usage(streamed):
     async with running_api(local=True) as api:
