@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from router.budget import Backoff
+from router.policies import ALIASES, POLICIES, Tuning, make_policy
 from router.settings import RouterSettings, split_address
 from rpc.settings import SettingsError
 
@@ -32,6 +35,17 @@ def test_parse_when_only_the_model_is_given_then_defaults_are_the_documented_one
     )
     assert health == (5, 2, 3, 2)
     assert settings.request_timeout_secs == 600
+    assert (settings.policy, settings.prefill_policy, settings.decode_policy) == ("round_robin", None, None)
+    assert settings.tuning == Tuning(0.3, 64, 1.5)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *ALIASES])
+def test_parse_when_a_policy_is_named_then_it_is_one_that_can_be_made(folder, name):
+    settings = parse(folder, "--policy", name, "--decode-policy", "random", "--cache-threshold", "0.5")
+    assert (settings.policy, settings.decode_policy) == (name, "random")
+    policy = make_policy(settings.policy, random.Random(1), settings.tuning)
+    assert policy.name == ALIASES.get(name, name)
+    assert settings.tuning.cache_threshold == 0.5
 
 
 def test_parse_when_servers_are_repeated_or_listed_then_all_are_there_once(folder):
@@ -58,6 +72,10 @@ def test_parse_when_a_key_is_set_then_it_is_not_shown(folder):
         (["--decode", "http://h:1"], ["--decode", "http://h:1"]),
         (["--prefill", "h:1", "--decode", "h:1"], ["--prefill", "--decode", "h:1"]),
         (["--policy", "best"], ["--policy", "best"]),
+        (["--cache-threshold", "1.1"], ["--cache-threshold", "1.1"]),
+        (["--balance-abs-threshold", "-1"], ["--balance-abs-threshold", "-1"]),
+        (["--balance-rel-threshold", "0.9"], ["--balance-rel-threshold", "0.9"]),
+        (["--prefix-index-entries", "0"], ["--prefix-index-entries", "0"]),
         (["--retry-jitter-factor", "2"], ["--retry-jitter-factor", "2"]),
         (["--queue-timeout-secs", "0"], ["--queue-timeout-secs", "0"]),
         (["--port", "65536"], ["--port", "65536"]),
