@@ -13,8 +13,9 @@ from cache_store import checksum
 from cache_store.lease import Lease, LeaseState
 from cache_store.load import LoadState
 from cache_store.parking import Parked, ParkedState, ParkingTable
-from cache_store.reader import Reader
+from cache_store.reader import Caller, Reader
 from cache_store.settings import AgentSettings
+from cache_store.tp_mapping import peer_map
 from protos import cache_store_pb2 as pb
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode
@@ -33,6 +34,8 @@ from tests.unit.cache_store.test_load import FIRST, Stream
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "protocol.md"
 KEY = "r#0.00000000"
+BOTH = [Caller(rank, 2, (0, 1)) for rank in (0, 1)]
+ELSEWHERE = Caller(0, 1, (0,), reads=False)
 
 
 def rows_of(section: str) -> list[tuple[str, str, str]]:
@@ -59,7 +62,10 @@ class LeaseCase:
         assert lease is not None
         self.lease: Lease = lease
         self.reader: Reader | None = None
-        if "reader" in event or state == "ending":
+        self.readers: list[Reader] = []
+        if "two readers" in event:
+            self.open_both()
+        elif "reader" in event or state == "ending":
             self.open()
         if state in ("computed", "ending"):
             self.compute(hold)
@@ -104,6 +110,39 @@ class LeaseCase:
         assert self.reader is not None
         self.table.close_load(self.reader, sent=False)
 
+    def open_both(self) -> None:
+        """Both ranks of a decode server of two."""
+        self.readers = []
+        for caller in BOTH:
+            reader = self.table.open_load(KEY, None, 12, wanted(), 1 << 20, caller=caller)
+            assert reader is not None
+            self.readers.append(reader)
+
+    def send(self, number: int) -> None:
+        drain(self.readers[number], self.clock.now)
+        self.table.close_load(self.readers[number], sent=True)
+
+    def release_first(self) -> None:
+        self.open_both()
+        self.send(0)
+        assert self.table.release(KEY, 5, complete=True, caller=BOTH[0])
+        self.send(1)
+
+    def release_both(self) -> None:
+        self.release_first()
+        assert self.table.release(KEY, 5, complete=True, caller=BOTH[1])
+
+    def one_gives_up(self) -> None:
+        self.open_both()
+        self.table.close_load(self.readers[0], sent=False)
+        assert self.table.release(KEY, 5, complete=False, caller=BOTH[0])
+
+    def first_of_two_closes(self) -> None:
+        self.table.close_load(self.readers[0], sent=False)
+
+    def told(self) -> None:
+        assert self.table.release(KEY, None, complete=True, caller=ELSEWHERE)
+
     def send_and_release(self) -> None:
         self.open()
         assert self.reader is not None
@@ -127,6 +166,12 @@ LEASE_EVENTS: dict[str, Callable[[LeaseCase], None]] = {
     "everything was sent, release complete": LeaseCase.send_and_release,
     "reader closes": LeaseCase.close,
     "reader closes without hold": LeaseCase.close,
+    "two ranks open their loads": LeaseCase.open_both,
+    "the first of two ranks releases complete": LeaseCase.release_first,
+    "both of two ranks release complete": LeaseCase.release_both,
+    "one of two ranks gives up, the other reads": LeaseCase.one_gives_up,
+    "the first of two readers closes": LeaseCase.first_of_two_closes,
+    "a rank that reads elsewhere releases complete": LeaseCase.told,
 }
 
 
@@ -278,3 +323,27 @@ def test_limits_of_the_document_are_the_defaults_of_the_code() -> None:
         expected = defaults[name] / (1 << 20) if name == "chunk_bytes" else defaults[name]
         assert float(value) == expected, name
     assert set(defaults) - set(named) == {"checksum", "transport", "bulk_channels"}
+
+
+# ---- who reads what
+
+
+def test_every_example_of_who_reads_what_is_as_documented() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    head = "| h | p | d | rank of D | reads of P | tells besides |\n|---|---|---|---|---|---|\n"
+    table = text.split(head)[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert len(rows) == 8
+    for *numbers, reads, told in rows:
+        heads, prefill, decode, rank = map(int, numbers)
+        plan = peer_map({"g": heads}, decode, rank, prefill)
+        shares = [peer.shares["g"] for peer in plan if peer.shares]
+        part = f"share {shares[0].source_id} of {shares[0].source_count} of " if shares[0].source_count > 1 else ""
+        assert reads == part + named([share.peer_rank for share in shares])
+        assert told == named([peer.peer_rank for peer in plan if not peer.shares])
+
+
+def named(ranks: list[int]) -> str:
+    if not ranks:
+        return "–"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

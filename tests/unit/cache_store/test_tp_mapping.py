@@ -163,6 +163,7 @@ def test_h3_every_rank_is_the_peer_of_its_peers() -> None:
         peers_of(2, 0, 3)
 
 
+@pytest.mark.invariant("RPC-18")
 @pytest.mark.parametrize(("prefill", "decode", "heads"), [each for each in EVERY if sizes_fit(*each[:2], each[2:])])
 def test_h3_every_lease_is_released_once_when_all_that_have_to_do_with_it_have_released_it(
     prefill: int, decode: int, heads: int

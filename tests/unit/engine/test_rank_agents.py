@@ -127,6 +127,7 @@ def test_load_when_several_ranks_fail_then_all_are_named_the_first_cause_first()
         assert prefill.lease_ended().outcome == "aborted"
 
 
+@pytest.mark.invariant("RPC-17")
 def test_failure_when_a_rank_still_copies_then_it_is_awaited_and_its_late_piece_writes_nothing_afterwards() -> None:
     with servers(*make_pair(2, 2)) as (prefill, decode):
         whole = whole_of(4, len(SOURCE))
