@@ -100,6 +100,21 @@ async def test_decode_when_aborted_and_the_engine_does_not_react_then_it_is_forc
     assert len(front.access) == 1
 
 
+async def test_f4_prefill_when_its_decode_leg_failed_while_it_computes_then_the_engine_is_told_at_once() -> None:
+    front = Front("prefill")
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        task = start(group, front, prefill_request())
+        await front.engine.until(lambda: front.engine.adds)
+        message = prefill_pb2.PrefillAbortRequest(request_key=REQUEST_KEY, code=8211, source="peer")
+        assert (await front.stub.Abort(message, timeout=LIMIT_S)).found
+        assert set(front.engine.aborts) == {(REQUEST_KEY, ErrorCode.DECODE_MALLOC_FAILED, "peer")}
+        error = error_of(await task)
+        record = (await front.records())[0]
+    assert error.code is ErrorCode.DECODE_MALLOC_FAILED
+    assert record["abort_source"] == "peer"
+    assert front.metrics.value("baton_aborts_total", leg="prefill", source="peer") == 1
+
+
 async def test_prefill_when_aborted_while_held_then_the_engine_is_told_and_the_end_of_the_kv_ends_it() -> None:
     front = Front("prefill")
     async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
