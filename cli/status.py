@@ -59,6 +59,7 @@ class Server:
     loading: int | None
     uptime_seconds: float | None
     http_address: str
+    ranks: int = 1  # engine processes that share its model
     ledger: list[Ledger] = field(default_factory=list)
     ledger_error: str = ""
 
@@ -157,6 +158,7 @@ async def _read_server(client: httpx.AsyncClient, line: Mapping[str, Any]) -> Se
             running=int(rank["running_requests"]),
             waiting=int(rank["waiting_requests"]),
             loading=int(rank["loading_requests"]),
+            ranks=len(page["ranks"]),
             ledger=_ledgers(page),
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -197,7 +199,8 @@ def render(status: ClusterStatus, width: int = PIPE_WIDTH) -> Group:
     servers = _table("Servers", narrow)
     for name in ("role", "address", "state"):
         servers.add_column(name, no_wrap=True)
-    for name in ("in flight", "running", "waiting", "loading", "up"):
+    several = any(server.ranks > 1 for server in status.servers)
+    for name in (*(["ranks"] if several else []), "in flight", "running", "waiting", "loading", "up"):
         servers.add_column(name, justify="right", no_wrap=True)
     servers.add_column("reasons", overflow="fold")
     for server in status.servers:
@@ -208,6 +211,7 @@ def render(status: ClusterStatus, width: int = PIPE_WIDTH) -> Group:
             server.role,
             server.address,
             Text(server.state, _COLOURS.get(server.state, "")),
+            *([str(server.ranks)] if several else []),
             str(server.inflight),
             *(_count(count) for count in (server.running, server.waiting, server.loading)),
             _duration(server.uptime_seconds),

@@ -51,6 +51,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="", help="model folder (default: the embedded SmolLM2-135M-Instruct)")
     p.add_argument("--prefill-servers", type=int, default=1, metavar="N", help="default 1; 0 is colocated serving")
     p.add_argument("--decode-servers", type=int, default=1, metavar="M", help="default 1")
+    p.add_argument(
+        *("-tp", "--tensor-parallel-size", "--tp-size"),
+        type=int,
+        default=1,
+        metavar="N",
+        dest="tensor_parallel_size",
+        help="engine processes (ranks) that share the model, in each server (default 1)",
+    )
     p.add_argument("--host", default="127.0.0.1", help="address that the router listens on (default 127.0.0.1)")
     p.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default 8000; 0: a free one)")
     p.add_argument("--grpc-port", type=int, default=8001, help="gRPC port of the router (default 8001; 0: a free one)")
@@ -87,6 +95,8 @@ def _mistake(arguments: argparse.Namespace) -> str:
         return f"--prefill-servers {arguments.prefill_servers} must be 0 or more"
     if arguments.decode_servers < 1:
         return f"--decode-servers {arguments.decode_servers} must be 1 or more: without one nothing can answer"
+    if arguments.tensor_parallel_size < 1:
+        return f"--tensor-parallel-size {arguments.tensor_parallel_size} must be 1 or more"
     for name in ("port", "grpc_port"):
         if not 0 <= getattr(arguments, name) <= 65535:
             return f"--{name.replace('_', '-')} {getattr(arguments, name)} must be from 0 to 65535"
@@ -105,6 +115,11 @@ def _mistake(arguments: argparse.Namespace) -> str:
     if arguments.access_log_dir and not Path(arguments.access_log_dir).is_dir():
         return f"--access-log-dir {arguments.access_log_dir}: there is no such folder; make it first"
     return ""
+
+
+def _rank_flags(size: int) -> list[str]:
+    """Of every server; flags that are given for servers come after these, and win."""
+    return ["--tensor-parallel-size", str(size)] if size > 1 else []
 
 
 @contextlib.contextmanager
@@ -151,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         host=arguments.host,
         port=arguments.port,
         grpc_port=arguments.grpc_port,
-        server_flags=shlex.split(arguments.server_flags),
+        server_flags=[*_rank_flags(arguments.tensor_parallel_size), *shlex.split(arguments.server_flags)],
         prefill_flags=shlex.split(arguments.prefill_flags),
         decode_flags=shlex.split(arguments.decode_flags),
         router_flags=shlex.split(arguments.router_flags),

@@ -143,6 +143,28 @@ async def test_tables_when_rendered_then_every_server_with_load_and_blocks(
     assert rows[2] == ["prefill", "10.0.0.1:50051", "full", "100", "60", "30", "7", "0", "3", "0", "0"]
 
 
+async def test_tables_when_a_server_has_two_ranks_then_they_are_counted_and_each_has_its_blocks(
+    router: SseServer, server: SseServer
+) -> None:
+    [one] = LEDGER["ranks"]
+    page = {**LEDGER, "ranks": [one, {**one, "rank": 1}]}
+    with in_thread(SseServer([], pages={"/debug/ledger": json.dumps(page).encode()})) as two:
+        serve_workers(
+            router,
+            worker("prefill", "10.0.0.1:50051", server.url.removeprefix("http://")),
+            worker("decode", "10.0.0.2:50052", two.url.removeprefix("http://")),
+        )
+        console = Console(width=160, record=True, file=io.StringIO())
+        console.print(render(await read_status(router.url), console.width))
+    lines = [line for line in console.export_text().splitlines() if "10.0.0" in line]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    assert [row[:5] for row in rows[:2]] == [
+        ["prefill", "10.0.0.1:50051", "ready", "1", "2"],
+        ["decode", "10.0.0.2:50052", "ready", "2", "2"],
+    ]
+    assert [row[2] for row in rows[2:]] == ["full", "full rank 0", "full rank 1"]
+
+
 async def test_tables_when_the_terminal_is_narrow_then_no_figure_is_cut(router: SseServer, server: SseServer) -> None:
     serve_workers(router, worker("prefill", "10.0.0.1:50051", server.url.removeprefix("http://")))
     console = Console(width=80, record=True, file=io.StringIO())
