@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -64,6 +65,13 @@ async def read_body(headers: Headers, receive: Receive, limit_bytes: int) -> byt
         ) from None
 
 
+# The escape of a surrogate that is not one of a pair. The parser's own message is about an end that came too early.
+_HALF_CHARACTER = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\u(?:d[89ab]..(?!\\ud[c-f])|d[c-f](?<!\\ud[89ab]..\\ud.))", re.IGNORECASE
+)
+_EXPLAINED_BYTES = 1 << 16
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a body; ERROR_GENERATE_CONFIG_FORMAT for anything else: no UTF-8, no JSON, NaN, numbers that
     do not exist, nesting beyond Python's recursion limit, another type."""
@@ -71,6 +79,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         detail = str(error).removesuffix(" - at `$[...]`")
+        if _HALF_CHARACTER.search(body, 0, _EXPLAINED_BYTES):
+            detail = "it has half a character (a lone surrogate such as \\ud800)"
         raise _malformed(f"the body is not valid JSON: {detail}") from None
     if not isinstance(content, dict):
         raise _malformed(f"the body must be a JSON object, not {json_type(content)}")

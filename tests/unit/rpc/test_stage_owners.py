@@ -31,11 +31,14 @@ def name_of(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def functions_of(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
 def stage_bodies(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """What runs inside a stage: bodies of `with in_stage(…)`, and functions that are handed to `run_stage…`."""
-    functions = {
-        node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    """What runs inside a stage: bodies of `with in_stage(…)`, and functions that are handed to `run_stage…`, by name or
+    as a method."""
+    functions = functions_of(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.With | ast.AsyncWith):
             calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
@@ -43,20 +46,30 @@ def stage_bodies(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
                 yield f"line {node.lineno}", node.body
         if isinstance(node, ast.Call) and name_of(node).startswith("run_stage"):
             for argument in node.args[1:]:
-                if isinstance(argument, ast.Name) and argument.id in functions:
-                    yield argument.id, functions[argument.id]
+                name = argument.attr if isinstance(argument, ast.Attribute) else getattr(argument, "id", "")
+                if name in functions:
+                    yield name, functions[name]
                 elif isinstance(argument, ast.Lambda):
                     yield f"line {node.lineno}", [ast.Expr(argument.body)]
 
 
 def manual_calls(source: str) -> list[str]:
-    """Calls inside stage bodies that advance a stage."""
+    """Calls that advance a stage inside stage bodies, or in functions of the same file that these call."""
+    tree = ast.parse(source)
+    functions = functions_of(tree)
     found = []
-    for where, body in stage_bodies(ast.parse(source)):
-        for statement in body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and name_of(node) in ADVANCES:
-                    found.append(f"{where}: {name_of(node)}, line {node.lineno}")
+    for where, body in stage_bodies(tree):
+        waiting, seen = list(body), set[str]()
+        while waiting:
+            for node in ast.walk(waiting.pop()):
+                if not isinstance(node, ast.Call):
+                    continue
+                name = name_of(node)
+                if name in ADVANCES:
+                    found.append(f"{where}: {name}, line {node.lineno}")
+                elif name in functions and name not in seen:
+                    seen.add(name)
+                    waiting += functions[name]
     return found
 
 
@@ -94,6 +107,9 @@ def test_stages_when_they_are_advanced_then_only_by_their_owners() -> None:
         "async def body():\n    clock.restore_stage()\nasync def run():\n    await run_stage(clock, body)",
         "async def run():\n    await run_stage_with_retry(clock, lambda: clock.next_stage(), attempts=1)",
         "with in_stage(clock):\n    with in_stage(clock):\n        pass",
+        "class A:\n async def body(self):\n  self.clock.next_stage()\n async def run(self):\n"
+        "  await run_stage(self.clock, self.body)",
+        "def further():\n    clock.finish_stage()\ndef work():\n    further()\nwith in_stage(clock):\n    work()",
     ],
 )
 def test_manual_call_when_it_stands_in_a_stage_body_then_it_is_found(source: str) -> None:
