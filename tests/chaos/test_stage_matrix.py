@@ -180,7 +180,7 @@ def code_counted(cluster: Cluster, code: ErrorCode) -> float:
     )
 
 
-@pytest.mark.invariant("RPC-6", "RPC-32")
+@pytest.mark.invariant("RPC-3", "RPC-6", "RPC-32")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_logged_once(
     cluster: Cluster, client: GenerationClient, stage: Stage
@@ -208,7 +208,7 @@ def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_lo
     assert_logged(cluster, request_id, refusal.code)
 
 
-@pytest.mark.invariant("RPC-32")
+@pytest.mark.invariant("RPC-3", "RPC-32")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
     cluster: Cluster, client: GenerationClient, stage: Stage
@@ -233,7 +233,7 @@ def test_cancel_when_the_client_leaves_in_a_stage_then_every_process_lets_go(
     assert error_lines(cluster, request_id) == []
 
 
-@pytest.mark.invariant("RPC-32")
+@pytest.mark.invariant("RPC-3", "RPC-32")
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.id)
 def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
     cluster: Cluster, client: GenerationClient, stage: Stage

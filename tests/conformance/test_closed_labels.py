@@ -6,6 +6,7 @@ The router's whole code stands between real HTTP and gRPC clients and scripted s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ from router.text.tokenizer import Tokenizer
 from router.validation import RequestValidator
 from rpc.errors import ErrorCode
 from rpc.http_server import HttpServer
-from rpc.metric_families import FAMILIES
+from rpc.metric_families import FAMILIES, Family, Role
 from rpc.metrics import MAX_WORKERS, OTHER, Registry
 from rpc.server import UNKNOWN_METHOD, GrpcServer
+from rpc.stages import DECODE_STAGES, PREFILL_STAGES
 from tests.unit.router.scripted import MODEL, Cluster, fails, running_cluster
 from tests.unit.router.tokenizer_folders import CHATML, byte_level
 
@@ -215,3 +217,51 @@ def test_workers_when_more_come_than_are_told_apart_then_the_rest_is_other_and_o
     metrics.remove_worker(addresses[0])
     metrics.set("baton_router_worker_inflight", 1, role="prefill", worker=addresses[-1])
     assert metrics.value("baton_router_worker_inflight", role="prefill", worker=addresses[-1]) == 1
+
+
+# How many values the labels of a server of eight ranks can have whose sets no family closes. A new label has to be
+# bounded here, too.
+RANKS = 8
+BOUNDS = {
+    "model_name": 1, "rank": RANKS, "group": 2, "stage": 7, "transport": 2, "reason": 8, "bucket": 16, "mode": 2,
+    "status": 12, "op": 3, "path": 2, "kind": 3, "worker": 1, "method": 2,
+}  # fmt: skip
+SEVERAL = 12  # further methods, which end with few codes
+FEW_CODES = 8
+
+
+def most_values(family: Family, label: str, role: Role) -> list[str]:
+    if label == "role":
+        return [role]
+    if label == "stage":
+        return list(PREFILL_STAGES if role == "prefill" else DECODE_STAGES)
+    closed = sorted(family.values.get(label, ()))
+    if closed and label != "transport":
+        return closed
+    if family.name in ("baton_build_info", "baton_model_info"):
+        return ["one"]
+    return (closed or [f"v{number}" for number in range(BOUNDS[label])])[: BOUNDS.get(label)]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_series_of_a_server_when_everything_has_happened_on_eight_ranks_then_they_keep_to_the_budget(
+    role: Role,
+) -> None:
+    metrics = Registry(role, colocated=True, tensor_parallel=True, process_metrics=False)
+    for name, family in metrics.families.items():
+        labels = family.all_labels(role)
+        combinations = list(itertools.product(*(most_values(family, label, role) for label in labels)))
+        if name in ("baton_rpc_requests_total", "baton_rpc_duration_seconds", "baton_rpc_inflight"):
+            codes = sorted(family.values.get("code", [""]))[:FEW_CODES]
+            others = [f"o{number}" for number in range(SEVERAL)]
+            combinations += [(role, *rest) for rest in itertools.product(others, codes)][: SEVERAL * len(codes)]
+        for values in combinations:
+            given = dict(zip(labels, values, strict=False))
+            if family.kind == "histogram":
+                metrics.observe(name, 0.0, **given)
+            elif family.kind == "gauge":
+                metrics.set(name, 1, **given)
+            else:
+                metrics.inc(name, **given)
+    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("baton_")]
+    assert 1000 < len(lines) <= 3000

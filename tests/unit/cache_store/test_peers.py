@@ -317,7 +317,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.invariant("RPC-10")
+@pytest.mark.invariant("RPC-10", "RPC-13")
 @pytest.mark.parametrize(("events", "end", "code", "breach"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
 def test_end_when_success_and_code_do_not_go_together_then_it_is_a_failure_and_a_breach_is_logged_once(
     events: list[pb.LoadEvent], end: Exception | None, code: ErrorCode, breach: str, caplog: pytest.LogCaptureFixture
