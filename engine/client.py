@@ -169,6 +169,7 @@ class EngineClient:
                 self._remove_folder()
                 self.ready = await self._started
                 self.stats = self.ready.stats
+                self._ranks.serving = True
         except TimeoutError:
             await self._kill()
             message = f"the engine was not ready within {timeout_s:g} s; see its log on stderr"

@@ -50,7 +50,7 @@ class FirstCause:
 
     def cause(self) -> BatonError | None:
         """The error that ended the engine, with the `rank` at fault in its metadata; None while nobody has said
-        anything. With one rank it is the error as it was."""
+        anything. With one rank it is the error as it was, and so is one that keeps an engine from its start."""
         if not self._words:
             return None
         own = next((word for word in self._words if word.own), None)

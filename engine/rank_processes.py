@@ -65,6 +65,7 @@ class RankProcesses:
         self._ranks: list[_Rank] = []
         self._cause = FirstCause(self.size)
         self._decision: asyncio.TimerHandle | None = None
+        self.serving = False  # set once the engine is ready: what ends it then is no mistake in its settings
         self._expected = False
         self._dead = False
         self._start_deadline_ns = 0
@@ -231,6 +232,9 @@ class RankProcesses:
         assert cause is not None
         if self.size > 1:
             self.kill()  # the others cannot go on without it
+            if self.serving and cause.code is not ErrorCode.ENGINE_DEAD:
+                message = f"rank {cause.metadata['rank']} of the engine failed: {cause.message}"
+                cause = BatonError(ErrorCode.ENGINE_DEAD, message, metadata=cause.metadata)
         self._on_death(cause)
 
     # -- ends -----------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def engine_ready(rank: LoadedRank, engine_id: str, core: EngineCore, hub: Hub | 
     config, runner = rank.config, rank.runner
     model = runner.config
     load_seconds = time.monotonic() - rank.began
-    facts = [RankFacts(0, os.getpid(), rank.address, load_seconds, captured=rank.captured)]
+    facts = [RankFacts(0, os.getpid(), rank.address, load_seconds, runner.read_bytes, rank.captured)]
     if hub is not None:
         facts += hub.ready(config.start_deadline_ns / 1e9)
     return EngineReady(

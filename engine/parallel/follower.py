@@ -45,7 +45,8 @@ def start_follower(config: EngineConfig, port: Port, meeting: str, wakeup: Wakeu
     runner = load_model(config, communicator)
     _meet(port, LOADED, deadline)
     rank = finish_rank(config, runner, start.engine_id, wakeup.wake, began)
-    facts = RankFacts(config.rank, os.getpid(), rank.address, time.monotonic() - began, captured=rank.captured)
+    load_seconds = time.monotonic() - began
+    facts = RankFacts(config.rank, os.getpid(), rank.address, load_seconds, runner.read_bytes, rank.captured)
     communicator.begin_serving()
     port.send(RankFrame(ready=facts))
     return Follower(rank, port, wakeup)

@@ -241,7 +241,8 @@ class Hub:
 
     def blame(self, wait_s: float = BLAME_S) -> RankLost | None:
         """The follower that made a collective operation fail, if one can be found within `wait_s`: one that said itself
-        what is wrong, else one that is gone; one that only lost its peers is not it."""
+        what is wrong, else one that is gone, else one that says nothing while others say that they lost their peers, or
+        that is the only one. One that only lost its peers is not it."""
         deadline = self._clock() + wait_s
         while True:
             for follower in self._followers:
@@ -252,6 +253,9 @@ class Hub:
             left_s = deadline - self._clock()
             if own or left_s <= 0 or all(follower.lost is not None for follower in self._followers):
                 gone = [lost for lost in found if lost.metadata["cause"] == "closed"]
+                quiet = [follower.rank for follower in self._followers if follower.lost is None]
+                if not own and not gone and len(quiet) == 1:
+                    gone = [RankLost(quiet[0], "silent", "has not taken part in a step in time")]
                 return next(iter([*own, *gone]), None)
             waiting = select.poll()
             for follower in self._followers:
@@ -283,7 +287,7 @@ class Hub:
             follower.lost = RankLost(follower.rank, "closed", "is gone: it has closed its connection")
         except (ValueError, msgspec.MsgspecError) as error:
             how = "sent a message that cannot be read"
-            follower.lost = RankLost(follower.rank, "protocol", how, detail=str(error))
+            follower.lost = RankLost(follower.rank, "protocol", how, {"detail": str(error)})
 
     def _book(self, follower: _Follower, frame: RankFrame) -> None:
         if frame.failed is not None:
@@ -308,7 +312,7 @@ class Hub:
         if follower.lost is None:
             self._read(follower)
         lost = follower.lost or RankLost(
-            follower.rank, "closed", "is gone: it has closed its connection", detail=str(error)
+            follower.rank, "closed", "is gone: it has closed its connection", {"detail": str(error)}
         )
         raise self._lose(lost)
 

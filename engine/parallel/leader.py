@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
 from engine.device import resolve_device
-from engine.parallel.communicator import Communicator, connect
+from engine.parallel.communicator import CollectiveFailed, Communicator, connect
 from engine.parallel.hub import Hub
 from engine.parallel.lost import RankLost
 from engine.parallel.messages import FollowerStart
@@ -71,11 +71,12 @@ class LeadingRunner:
 
     def _lost(self, error: Exception) -> RankLost:
         """The end of the engine, by the rank that is at fault: another one if it can be found, else this one."""
-        other = self._hub.blame()
-        if other is not None:
-            return other
         if isinstance(error, RankLost):
             return error
+        if isinstance(error, CollectiveFailed):
+            other = self._hub.blame()
+            if other is not None:
+                return other
         if isinstance(error, BatonError):
             return RankLost.of(0, error)
         return RankLost(0, type(error).__name__, "failed in a step that the other ranks compute")

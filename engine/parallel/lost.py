@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from rpc.errors import BatonError, ErrorCode
 
 
@@ -12,8 +15,8 @@ class RankLost(BatonError):
     `silent`, `not_reading`, `protocol`).
     """
 
-    def __init__(self, rank: int, cause: str, how: str, **metadata: str) -> None:
-        """how: continues "rank 3 of the engine …"."""
+    def __init__(self, rank: int, cause: str, how: str, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+        """how: continues "rank 3 of the engine …". metadata: more of it."""
         super().__init__(
             ErrorCode.ENGINE_DEAD,
             f"rank {rank} of the engine {how}",
@@ -24,6 +27,5 @@ class RankLost(BatonError):
     @classmethod
     def of(cls, rank: int, error: BatonError) -> RankLost:
         """A rank that said itself why it cannot go on."""
-        context = {key: value for key, value in error.metadata.items() if key not in ("rank", "cause", "cause_code")}
         cause = error.metadata.get("cause", error.code.name)
-        return cls(rank, cause, f"failed: {error.message}", **context, cause_code=error.code.name)
+        return cls(rank, cause, f"failed: {error.message}", {**error.metadata, "cause_code": error.code.name})

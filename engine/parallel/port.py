@@ -119,7 +119,7 @@ class Port:
             if not self._frames:
                 raise _closed() from None
         except (ValueError, msgspec.MsgspecError) as error:
-            raise RankLost(0, "protocol", "sent a message that cannot be read", detail=str(error)) from error
+            raise RankLost(0, "protocol", "sent a message that cannot be read", {"detail": str(error)}) from error
 
 
 def _closed() -> RankLost:

@@ -128,7 +128,7 @@ def test_rank_when_it_is_lost_while_the_engine_serves_then_all_end_and_open_requ
             reader = local_request(client, *((500, 4) if state == "prefill" else (20, 400)))
             if state == "decode":
                 reader.wait_for("tokens")
-            else:
+            elif how != "raise":
                 wait_for("a prompt in the making", lambda: server.process.ledger()[0]["running"], SLACK_S)
         began = time.monotonic()
         server.act(how, rank)

@@ -83,6 +83,8 @@ async def answers(ranks: int) -> dict[str, list[RequestOutput]]:
         tensor_parallel_size=ranks, tp_broadcast_timeout_seconds=30.0,
     )  # fmt: skip
     client = EngineClient(config)
+    news = asyncio.Event()
+    client.on_step = lambda step: news.set()
     try:
         ready = await client.start(START_S)
         assert [rank.rank for rank in ready.ranks] == list(range(ranks))
@@ -93,7 +95,8 @@ async def answers(ranks: int) -> dict[str, list[RequestOutput]]:
             found |= dict(zip(each, outputs, strict=True))
         async with asyncio.timeout(ANSWER_S):
             while not clean(client):
-                await asyncio.sleep(0.02)
+                news.clear()
+                await news.wait()
     finally:
         await client.stop(5.0)
     assert client.dead.is_set()

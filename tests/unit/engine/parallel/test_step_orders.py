@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.input_embeddings import EmbeddingRows
 from engine.parallel.agent_messages import Share
+from engine.parallel.communicator import HostCommunicator
 from engine.parallel.messages import FollowerFrame, RowOrder, StepOrder
-from engine.parallel.step_orders import FollowedSteps, StepOrders
+from engine.parallel.step_orders import FollowedSteps, StepOrders, share_embeddings, take_embeddings
 from engine.runner.batch import BatchRow, StepBatch
 
 
@@ -90,6 +94,37 @@ def test_order_when_values_travel_apart_then_it_has_their_places_alone() -> None
     assert len(msgspec.msgpack.encode(order)) < 400
     [placed] = FollowedSteps().batch(order).rows[0].embeddings
     assert (placed.place, len(placed.values)) == (0, 100)
+
+
+def test_embeddings_when_they_travel_apart_then_one_broadcast_brings_them_to_where_the_order_has_their_places() -> None:
+    from torch.distributed import HashStore
+
+    store, cpu, hidden = HashStore(), torch.device("cpu"), 8
+    values = np.arange(5 * hidden, dtype=np.float32).reshape(5, hidden)
+    batch = StepBatch(
+        [
+            row("a", [1], tokens=[1] * 9, embeddings=[EmbeddingRows(0, values[:1]), EmbeddingRows(4, values[1:3])]),
+            row("b", [2]),
+            row("c", [3], tokens=[1] * 4, embeddings=[EmbeddingRows(2, values[3:])]),
+        ]
+    )
+    theirs = FollowedSteps().batch(StepOrders().order(batch, apart=True))
+    plain = FollowedSteps().batch(StepOrders().order(StepBatch([row("a", [1])]), apart=True))
+
+    def rank(number: int) -> None:
+        communicator = HostCommunicator(number, 2, store, 30.0)
+        if number == 0:
+            share_embeddings(StepBatch([row("a", [1])]), communicator, cpu)  # nothing, so no operation either
+            share_embeddings(batch, communicator, cpu)
+        else:
+            take_embeddings(plain, communicator, cpu, hidden)
+            take_embeddings(theirs, communicator, cpu, hidden)
+        communicator.close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(rank, number) for number in (0, 1)]:
+            done.result(60.0)
+    assert [seen(item) for item in theirs.rows] == [seen(item) for item in batch.rows]
 
 
 def test_batch_when_an_order_does_not_follow_the_one_before_then_it_is_refused() -> None:
