@@ -261,13 +261,10 @@ class RankAgents:
     def _failed(self, load: _Load) -> LoadFailed:
         """The one failure of all ranks, with the first cause's code. There is no reload: a rank that has everything has
         let the prefill server go."""
-        rank, first = next(iter(load.failed.items()))
-        # A rank that was told to give up has no failure of its own.
-        own = [
-            (each, event.error.code.name)
-            for each, event in load.failed.items()
-            if each == rank or event.error.code is not ErrorCode.LOAD_KV_CACHE_FAILED
-        ]
+        # The news of a consequence may be quicker than that of its cause.
+        causes = {each: event for each, event in load.failed.items() if not _follows(event.error)} or load.failed
+        rank, first = next(iter(causes.items()))
+        own = [(each, event.error.code.name) for each, event in causes.items()]
         error = again(first.error)
         if not load.cancelled:
             error.metadata["rank"] = str(rank)
@@ -324,7 +321,7 @@ class RankAgents:
 
     def _ended(self, lease: _Lease) -> LeaseEnded:
         """The one end of all ranks: the worst of them, and the first one with it."""
-        ends = list(lease.ended.values())
+        ends = sorted(lease.ended.values(), key=lambda end: end.error is not None and _follows(end.error))
         worst = next(
             (end for outcome in ("aborted", "expired") for end in ends if end.outcome == outcome), lease.ended[0]
         )
@@ -378,6 +375,14 @@ class RankAgents:
             peers_lost=max([own.peers_lost, *(each.peers_lost for each in others)]),
             oldest_hold_seconds=_oldest([own.oldest_hold_seconds, *(each.oldest_hold_seconds for each in others)]),
         )
+
+
+def _follows(error: BatonError) -> bool:
+    """Whether a rank's part ended only because another one's had: it was told to give up, or its lease ended when the
+    other rank gave up."""
+    if error.code is ErrorCode.KV_LEASE_EXPIRED:
+        return "cause_code" in error.metadata
+    return error.code is ErrorCode.LOAD_KV_CACHE_FAILED
 
 
 def _oldest(holds: Iterable[Mapping[str, float]]) -> dict[str, float]:

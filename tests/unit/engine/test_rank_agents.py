@@ -109,6 +109,25 @@ def test_o7_load_when_one_rank_fails_then_the_first_cause_and_its_rank_come_out_
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+def test_load_when_the_failure_of_one_rank_ends_another_then_the_cause_is_told_even_if_its_news_is_slower() -> None:
+    with servers(*make_pair(1, 2)) as (prefill, decode):
+        prefill.admit(KEY, SOURCE)
+        faults.arm("cache_store.load_start:raise=CACHE_STORE_LOAD_RDMA_WRITE_FAILED,rank=1")
+        decode.others.held = True
+        decode.load(prefill.source, KEY, TARGET)
+        until(lambda: prefill.nodes[0].agent.stats().readers == 1, "rank 0 reads")
+        decode.others.release()
+        # The rank that fails lets the lease go, which ends the other one's stream, before anybody looks.
+        until(lambda: not any(node.agent.stats().loads for node in decode.nodes), "both ranks have failed")
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED
+        assert failed.error.metadata["rank"] == "1"
+        assert failed.error.metadata["ranks"] == "1: CACHE_STORE_LOAD_RDMA_WRITE_FAILED, "
+        ended = prefill.lease_ended()
+        assert ended.outcome == "aborted"
+        assert ended.error is not None and ended.error.metadata["cause"] == "CACHE_STORE_LOAD_RDMA_WRITE_FAILED"
+
+
 def test_load_when_several_ranks_fail_then_all_are_named_the_first_cause_first() -> None:
     with servers(*make_pair(4, 4)) as (prefill, decode):
         prefill.admit(KEY, SOURCE)
