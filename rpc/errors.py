@@ -251,7 +251,8 @@ _ROWS: tuple[_Row, ...] = (
     (_E.MODEL_NOT_FOUND, _S.NOT_FOUND, 404, "no", "no", "no served model has this name"),
     (_E.PATH_NOT_FOUND, _S.NOT_FOUND, 404, "no", "no", "HTTP only"),
     (_E.METHOD_NOT_ALLOWED, _S.UNIMPLEMENTED, 405, "no", "no", "HTTP only"),
-    (_E.PAYLOAD_TOO_LARGE, _S.RESOURCE_EXHAUSTED, 413, "no", "no", "the body exceeds `--max-payload-size`"),
+    (_E.PAYLOAD_TOO_LARGE, _S.RESOURCE_EXHAUSTED, 413, "no", "no",
+     "the body exceeds `--max-payload-size`, or a gRPC message 16 MiB"),
     (_E.UNSUPPORTED_MEDIA_TYPE, _S.INVALID_ARGUMENT, 415, "no", "no", "HTTP only"),
 )  # fmt: skip
 
