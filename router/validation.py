@@ -15,7 +15,7 @@ from typing import Any
 
 from router.answer import AnswerRequest, Prompt
 from router.grammar.admission import GrammarAdmission
-from router.grammar.keys import AskedGrammar, wrong
+from router.grammar.keys import AskedGrammar, most_bytes, wrong
 from router.open_requests import OpenRequest
 from router.requests import Api, ModelFacts, RouterRequest, Sampling
 from router.text.chat_template import ChatTemplate, missing_template
@@ -192,6 +192,17 @@ def check_ranges(params: GenerationParams, vocab_size: int) -> None:
         _check_messages(params.messages)
 
 
+def _check_min_tokens(min_tokens: int, grammar: AskedGrammar) -> None:
+    """Refuses what a grammar leaves no room for, as far as it can be told without trying."""
+    if grammar.ends:
+        # A text of one token may be complete, and nothing else may follow it.
+        allowed = f"at most 1 with {grammar.field}, whose texts end by themselves"
+        raise out_of_range("min_tokens", min_tokens, allowed)
+    most = most_bytes(grammar.spec)
+    if most is not None and min_tokens > most:
+        raise out_of_range("min_tokens", min_tokens, f"at most {most} with {grammar.field}, whose texts have no more")
+
+
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
         raise out_of_range("messages", [], "a list of at least one message")
@@ -243,10 +254,8 @@ class RequestValidator:
             raise missing_template(name)
         if params.tools is not None:
             self._hold_to_tools(params, params.tools)
-        if params.grammar is not None and params.grammar.ends and (params.min_tokens or 0) > 1:
-            # A text of one token may be complete, and nothing else may follow it.
-            allowed = f"at most 1 with {params.grammar.field}, whose texts end by themselves"
-            raise out_of_range("min_tokens", params.min_tokens, allowed)
+        if params.grammar is not None and params.min_tokens is not None and params.min_tokens > 1:
+            _check_min_tokens(params.min_tokens, params.grammar)
         return name
 
     def _hold_to_tools(self, params: GenerationParams, tools: ToolRequest) -> None:

@@ -227,16 +227,26 @@ async def test_prepare_when_the_deadline_passes_while_a_grammar_waits_then_it_is
     assert owner.error is caught.value
 
 
-@pytest.mark.parametrize(("ends", "min_tokens", "taken"), [(True, 2, False), (True, 1, True), (False, 9, True)])
-def test_min_tokens_when_the_texts_of_a_grammar_end_by_themselves_then_it_is_refused_at_admission(
-    ends: bool, min_tokens: int, taken: bool
+@pytest.mark.parametrize(
+    ("kind", "text", "ends", "min_tokens", "taken"),
+    [
+        (GrammarKind.JSON_OBJECT, "", True, 2, False),
+        (GrammarKind.JSON_OBJECT, "", True, 1, True),
+        (GrammarKind.REGEX, "[a-c]{8}", False, 9, False),
+        (GrammarKind.REGEX, "[a-c]{8}", False, 8, True),
+        (GrammarKind.REGEX, "[a-c]*", False, 9, True),
+        (GrammarKind.EBNF, "root ::= x", False, 9, True),
+    ],
+)
+def test_min_tokens_when_a_grammar_has_no_room_for_them_then_they_are_refused_at_admission(
+    kind: GrammarKind, text: str, ends: bool, min_tokens: int, taken: bool
 ) -> None:
     params = GenerationParams(api="completions", prompt="x", max_tokens=9, min_tokens=min_tokens)
-    params.grammar = AskedGrammar(GrammarSpec(GrammarKind.JSON_OBJECT), "json_schema", ends)
+    params.grammar = AskedGrammar(GrammarSpec(kind, text), "its_field", ends)
     if taken:
         assert validator().check(params) == "tiny"
         return
     with pytest.raises(BatonError) as caught:
         validator().check(params)
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_PARAMS, "min_tokens")
-    assert "json_schema" in caught.value.message
+    assert "its_field" in caught.value.message
