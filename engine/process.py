@@ -164,7 +164,7 @@ def _serve(
         if options.followers:
             from engine.parallel.hub import Hub
 
-            links = [socket.socket(fileno=int(number)) for number in options.followers.split(",")]
+            links = [_inherited(int(number)) for number in options.followers.split(",")]
             hub = Hub(links, config.tp_broadcast_timeout_seconds)
         from engine.startup import start_core
 
@@ -197,6 +197,12 @@ def _meeting(options: argparse.Namespace) -> str:
     return f"/proc/self/fd/{options.meeting}" if options.meeting is not None else ""
 
 
+def _inherited(descriptor: int) -> socket.socket:
+    """A connection that the front made. No process that this one starts may hold it too: its end would go unnoticed."""
+    os.set_inheritable(descriptor, False)
+    return socket.socket(fileno=descriptor)
+
+
 def _report(failure: BatonError, outbox: zmq.Socket[bytes]) -> int:
     _log.error("engine ends: %s", failure, extra={"code": failure.code.name})
     outbox.send(msgspec.msgpack.encode(EngineEnvelope(failed=EngineFailed(engine_error(failure)))))
@@ -220,7 +226,7 @@ def _follow(configuration: bytes, options: argparse.Namespace) -> int:
         config = EngineConfig.from_json(configuration)
         config.check()
         _set_up_logging(config)
-        port = Port(socket.socket(fileno=options.leader), config.tp_broadcast_timeout_seconds)
+        port = Port(_inherited(options.leader), config.tp_broadcast_timeout_seconds)
         follower = start_follower(config, port, _meeting(options), wakeup)
         _settle(config)
         _log.info("rank ready", extra={"load_seconds": round(time.monotonic() - follower.rank.began, 3)})
