@@ -21,14 +21,14 @@ from unittest.mock import patch
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.unit.engine.sharded_steps", "torch.distributed", "engine.layers.device"])
 
-JOB_S = 60.0
+JOB_S = 100.0
 
 
 class RankProcesses:
     """A context manager. `run(size, job, ...)` has the first `size` of the processes do the job at the same time."""
 
-    def __init__(self, most: int, timeout_s: float = 60.0) -> None:
-        """timeout_s: deadline of the collectives, which serve from the beginning."""
+    def __init__(self, most: int, timeout_s: float = 60.0, device: str = "cpu") -> None:
+        """timeout_s: deadline of the collectives, which serve from the beginning. device: of `--device`."""
         # The fork server's own folder goes when this process ends, and pytest's for temporary files before that.
         with patch.object(tempfile, "tempdir", os.environ.get("PYTEST_DEBUG_TEMPROOT")):
             multiprocessing.util.get_temp_dir()
@@ -37,7 +37,8 @@ class RankProcesses:
         self._processes = []
         for rank in range(most):
             here, there = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(there, rank, self._folder.name, timeout_s), daemon=True)
+            arguments = (there, rank, self._folder.name, timeout_s, device)
+            process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
@@ -97,9 +98,10 @@ class _Raised:
 tell: Callable[[Any], None]  # in a rank's process: sends something before the job is done
 
 
-def _serve(end: Connection, rank: int, folder: str, timeout_s: float) -> None:
+def _serve(end: Connection, rank: int, folder: str, timeout_s: float, device: str) -> None:
     import torch
 
+    from engine.device import resolve_device
     from engine.parallel.communicator import Communicator, connect
 
     global tell
@@ -114,7 +116,7 @@ def _serve(end: Connection, rank: int, folder: str, timeout_s: float) -> None:
         try:
             if size not in communicators:
                 meeting = str(Path(folder) / str(size))
-                communicators[size] = connect(rank, size, meeting, torch.device("cpu"), timeout_s)
+                communicators[size] = connect(rank, size, meeting, resolve_device(device, rank), timeout_s)
                 communicators[size].begin_serving()
             answer: Any = job(communicators[size], *arguments)
         except BaseException as error:

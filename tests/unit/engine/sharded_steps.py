@@ -34,7 +34,7 @@ ROWS = 50  # of a step, at most
 
 @dataclass(frozen=True)
 class Case:
-    """A runner to be made on every rank. path: "kernels" and "torch" of a host, "triton" in its interpreter."""
+    """A runner to be made on every rank. path: "kernels" and "torch" of a host, "triton" in its interpreter, "cuda"."""
 
     name: str  # of TINY_MODELS
     path: str = "kernels"
@@ -44,20 +44,21 @@ class Case:
 
     def make(self, communicator: Communicator) -> ModelRunner:
         folder = tiny_model(self.name) if not self.changed else _changed_model(self.name, self.changed)
+        on_device = self.path in ("triton", "cuda")
         with patch.object(library, "load", library.load if self.path == "kernels" else lambda: None):
             runner = ModelRunner(
                 folder,
                 self.dtype,
                 BLOCK,
                 load_format="dummy" if self.changed else "auto",
-                attention_backend="triton" if self.path == "triton" else "auto",
-                device="cpu",
-                max_num_seqs=4 if self.path == "triton" else ROWS,
-                max_num_batched_tokens=64 if self.path == "triton" else 2048,
+                attention_backend="triton" if on_device else "auto",
+                device="cuda" if self.path == "cuda" else "cpu",
+                max_num_seqs=4 if on_device else ROWS,
+                max_num_batched_tokens=64 if on_device else 2048,
                 max_model_len=128,
                 communicator=communicator,
             )
-            runner.init_kv(32 if self.path == "triton" else BLOCKS)
+            runner.init_kv(32 if on_device else BLOCKS)
         return runner
 
 
@@ -105,7 +106,7 @@ def logits_of_steps(communicator: Communicator, case: Case) -> torch.Tensor | No
     first, second = random_prompt(38, 1), random_prompt(9, 2)
     values = np.random.default_rng(3).standard_normal((4, runner.config.hidden_size), dtype=np.float32)
     if communicator.rank > 0:
-        values = torch.from_numpy(values)  # as other ranks of a device get them
+        values = torch.from_numpy(values).to(runner.device)  # as other ranks of a device get them
     brought = (EmbeddingRows(2, values),) if runner.embedding_size else ()
     one, two = [7, 3, 12], [5, 1]
     cut, end = (10, 19) if case.short else (20, 36)
@@ -127,7 +128,7 @@ def _step_logits(runner: ModelRunner, rows: list[BatchRow]) -> torch.Tensor:
         assert hidden is not None
     else:
         hidden = runner.forward(batch, build_inputs(batch, runner.device))
-    return runner.model.logits(hidden).clone()
+    return runner.model.logits(hidden).cpu()
 
 
 # -- tokens -------------------------------------------------------------------------------------------------------
@@ -234,10 +235,10 @@ def poisoned_step(communicator: Communicator, case: Case) -> Any:
 
 
 def decode_by_graphs(communicator: Communicator, case: Case, prompt: list[int], count: int) -> Any:
-    """Greedy tokens whose decode steps are replayed, and the statuses of these."""
+    """Number of graphs, greedy tokens whose decode steps are replayed, and the statuses of these on the first rank."""
     runner = runner_of(case, communicator)
     report = runner.capture_decode_graphs((2,))  # so that every row has one beside it that pads
-    assert report is not None
+    captured = 0 if report is None else report.count
     tokens, statuses = list(prompt), []
     for at in range(count):
         part, start = (prompt, 0) if at == 0 else (tokens[-1:], len(tokens) - 1)
@@ -251,4 +252,4 @@ def decode_by_graphs(communicator: Communicator, case: Case, prompt: list[int], 
             runner.follow(batch)
         communicator.broadcast_(token)
         tokens.append(int(token))
-    return report.count, tokens[len(prompt) :], statuses
+    return captured, tokens[len(prompt) :], statuses
