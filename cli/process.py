@@ -94,11 +94,12 @@ class Process:
             return []
         if self.role == "router":
             return ["--port", _port(self.ready["http"]), "--grpc-port", _port(self.ready["grpc"])]
-        return [
-            *("--port", _port(self.ready["grpc"])),
-            *("--metrics-port", _port(self.ready["http"])),
-            *("--cache-store-port", _port(self.ready["cache_store"][0])),
-        ]
+        same = ["--port", _port(self.ready["grpc"]), "--metrics-port", _port(self.ready["http"])]
+        ports = [int(_port(address)) for address in self.ready["cache_store"]]
+        # Those of several ranks are one after the other only if they were asked for; others are told the new ones
+        if ports == list(range(ports[0], ports[0] + len(ports))):
+            same += ["--cache-store-port", str(ports[0])]
+        return same
 
     def _read_stdout(self, stream: IO[bytes], listening: threading.Event) -> None:
         with stream:

@@ -367,9 +367,9 @@ class Cluster:
         """A new process with the flags and on the ports of `server`, which has ended; waits until it is ready."""
         servers = self.prefill if server.role == "prefill" else self.decode
         position = servers.index(server)
-        ports = {
-            "--port": server.grpc, "--metrics-port": server.http, "--cache-store-port": server.cache_store[0],
-        }  # fmt: skip
+        ports = {"--port": server.grpc, "--metrics-port": server.http}
+        if len(server.cache_store) == 1:  # those of several ranks would have to be neighbours
+            ports["--cache-store-port"] = server.cache_store[0]
         argv = [part for flag, address in ports.items() for part in (flag, address.rpartition(":")[2])]
         fresh = self._start_server(server.role, [*argv, *flags])
         servers.remove(fresh)
