@@ -208,7 +208,7 @@ class Chooser:
                 result = "fallback"
         prompt.computes = computes
         pick = policy.choose(usable, prompt)
-        worker = usable[pick.index]
+        worker = usable[pick.place]
         if pick.fallback and role not in pins:
             result = "fallback"
         predicted = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Candidate(Protocol):
@@ -67,11 +67,10 @@ class Tuning:
     balance_rel_threshold: float = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """Index of the chosen candidate. `fallback`: the policy left its own rule and went by load."""
+class Pick(NamedTuple):
+    """`place`: index of the chosen candidate. `fallback`: the policy left its own rule and went by load."""
 
-    index: int
+    place: int
     fallback: bool = False
 
 

@@ -41,7 +41,7 @@ class Ask:
 
 
 def pick(policy, servers: Sequence[Server], ask: Ask | None = None) -> Server:
-    return servers[policy.choose(servers, ask or Ask()).index]
+    return servers[policy.choose(servers, ask or Ask()).place]
 
 
 candidates = st.lists(st.integers(0, 20), min_size=1, max_size=8).map(
@@ -55,7 +55,7 @@ def test_choose_when_asked_then_it_is_one_of_the_candidates(name, rounds, seed):
     policy = make_policy(name, random.Random(seed))
     assert policy.name == name
     for servers in rounds:
-        assert 0 <= policy.choose(servers, Ask(session=str(seed))).index < len(servers)
+        assert 0 <= policy.choose(servers, Ask(session=str(seed))).place < len(servers)
 
 
 def test_make_policy_when_the_name_is_unknown_then_the_names_are_listed():
@@ -147,7 +147,7 @@ def test_session_when_a_request_has_none_then_the_load_decides_and_it_says_so():
     policy = make_policy("session", random.Random(1))
     servers = [Server(0, load=3), Server(1, load=1), Server(2, load=2)]
     chosen = policy.choose(servers, Ask())
-    assert (servers[chosen.index].order, chosen.fallback) == (1, True)
+    assert (servers[chosen.place].order, chosen.fallback) == (1, True)
     assert not policy.choose(servers, Ask(session="a")).fallback
 
 
@@ -168,7 +168,7 @@ def test_cache_aware_when_a_server_has_the_prefix_then_it_is_chosen_although_it_
 def test_cache_aware_when_no_more_than_the_threshold_is_cached_then_the_load_decides(cached, order):
     servers = [Server(0, load=1), Server(1, load=2)]
     chosen = cache_aware().choose(servers, Ask(cached={1: cached}))
-    assert (servers[chosen.index].order, chosen.fallback) == (order, False)
+    assert (servers[chosen.place].order, chosen.fallback) == (order, False)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_cache_aware_when_loads_are_apart_by_both_thresholds_then_it_falls_back_
     servers = [Server(order, load) for order, load in enumerate(loads)]
     ask = Ask(cached={0: 999})
     chosen = cache_aware().choose(servers, ask)
-    assert (chosen.index, chosen.fallback) == ((1, True) if uneven else (0, False))
+    assert (chosen.place, chosen.fallback) == ((1, True) if uneven else (0, False))
     assert ask.looked == (0 if uneven else 1)
 
 
@@ -210,7 +210,7 @@ def test_cost_when_asked_then_it_is_that_of_the_formula(generates, computes, cos
     servers = [Server(0, load=4, queued_tokens=50, context_tokens=2048), Server(1, load=1)]
     ask = Ask(computes=computes, cached={0: 400})
     assert policy.costs(servers, ask) == costs
-    assert policy.choose(servers, ask).index == costs.index(min(costs))
+    assert policy.choose(servers, ask).place == costs.index(min(costs))
 
 
 def test_cost_when_the_one_with_the_prefix_has_much_to_compute_then_another_is_cheaper():
