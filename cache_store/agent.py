@@ -240,9 +240,11 @@ class CacheStoreAgent:
         deadline_s: float | None,
         reload: bool = False,
         traceparent: str = "",
+        together: bool = False,
     ) -> None:
         """Pulls blocks into the pool: per group the first block's index in the request and the physical ids here.
-        `traceparent`, W3C, goes with the calls.
+        `traceparent`, W3C, goes with the calls. `together`: with loads of other ranks, which may fail; P keeps the KV
+        until `finish_load` or `cancel_load`.
 
         Nothing is written into them before what the calling thread has queued to compute is done.
         `deadline_s` is the time the request has left. Exactly one LoadDone or LoadFailed follows; a second `load` of a
@@ -260,7 +262,17 @@ class CacheStoreAgent:
         deadline = math.inf if deadline_s is None else now + deadline_s
         own = {tag: (first, list(ids)) for tag, (first, ids) in wanted.items()}
         self._post(
-            self._do_load, request_key, source, prompt_tokens, own, deadline, reload, now, self.mark(), traceparent
+            self._do_load,
+            request_key,
+            source,
+            prompt_tokens,
+            own,
+            deadline,
+            reload,
+            now,
+            self.mark(),
+            traceparent,
+            together,
         )
 
     def cancel_load(self, request_key: str, error: BatonError) -> None:
@@ -269,6 +281,15 @@ class CacheStoreAgent:
         For a key that is only kept alive, or whose load has failed already, no event follows.
         """
         self._post(self._do_cancel_load, request_key, error)
+
+    def stop_load(self, request_key: str, error: BatonError) -> None:
+        """Another rank's load of the key has failed: an open one here ends with LoadFailed once nothing can write its
+        blocks. P keeps the KV for a reload. Does nothing when none is open."""
+        self._post(self._do_stop_load, request_key, error)
+
+    def finish_load(self, request_key: str) -> None:
+        """Every rank's load of the key is done: P may free the KV."""
+        self._post(self._do_finish_load, request_key)
 
     # ---- both
 
@@ -428,6 +449,12 @@ class CacheStoreAgent:
 
     def _do_cancel_load(self, key: str, error: BatonError) -> None:
         self._pulling.cancel_load(key, error)
+
+    def _do_stop_load(self, key: str, error: BatonError) -> None:
+        self._pulling.stop_load(key, error)
+
+    def _do_finish_load(self, key: str) -> None:
+        self._pulling.finish_load(key)
 
     @property
     def _pulling(self) -> Puller:

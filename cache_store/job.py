@@ -51,11 +51,13 @@ class Job:
     began: float
     after: Ticket | None  # the computation uses the blocks up to this point
     traceparent: str = ""
+    together: bool = False  # with other ranks of this server, whose loads decide about this one's lease too
     legs: list[Leg] = field(default_factory=list)
     error: BatonError | None = None
     failed: list[tuple[int, str]] = field(default_factory=list)  # peer rank and code of each failed leg, first first
     task: asyncio.Task[None] | None = None
     cancelled_at: float | None = None
+    stopped: bool = False  # because another rank's load has failed
 
     def fail(self, error: BatonError) -> None:
         if self.error is None:

@@ -57,7 +57,8 @@ _NOT_OURS = frozenset({ErrorCode.DUPLICATE_REQUEST, ErrorCode.PEER_RESTARTED, Er
 
 @dataclass(eq=False)
 class _Kept:
-    """A failed load that may be repeated: what the reload, or the giving up, needs to know."""
+    """A load that has ended without a word to P: one that failed and may be repeated, or one of several ranks. What its
+    reload, its end, or the giving up needs to know."""
 
     source: KvSourceRef
     generations: dict[str, int | None]
@@ -115,11 +116,12 @@ class Puller:
         began: float,
         after: Ticket | None = None,
         traceparent: str = "",
+        together: bool = False,
     ) -> None:
         if key in self._jobs:
             raise ValueError(f"a load of {key} is open already")
         self.forget(key)
-        job = Job(key, source, prompt_tokens, wanted, deadline, reload, began, after, traceparent)
+        job = Job(key, source, prompt_tokens, wanted, deadline, reload, began, after, traceparent, together)
         kept = self._kept.pop(key, None)
         try:
             job.legs = self._plan(job, kept)
@@ -151,6 +153,20 @@ class Puller:
         else:
             return
         self._observe("aborts_total", leg="cache_store", source=abort_source(error))
+
+    def stop_load(self, key: str, error: BatonError) -> None:
+        """Ends an open load because another rank's has failed, without a word to P: both may be repeated."""
+        job = self._jobs.get(key)
+        if job is not None and job.task is not None and job.error is None:
+            job.stopped = True
+            job.fail(error)
+            job.task.cancel()
+
+    def finish_load(self, key: str) -> None:
+        """Every rank has its part: P may free the KV."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._release_all(key, kept.source, kept.generations, None)
 
     def cancel_all(self, error: BatonError) -> None:
         for key in [*self._jobs, *self._kept, *self._renewals]:
@@ -269,7 +285,11 @@ class Puller:
         self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
         self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
         self._observe("kv_transfer_size_bytes", size, transport=job.transport)
-        self._release_all(job.key, job.source, {leg.address: leg.generation for leg in job.legs}, None)
+        generations = {leg.address: leg.generation for leg in job.legs}
+        if job.together:
+            self._keep(job, generations, now)
+        else:
+            self._release_all(job.key, job.source, generations, None)
         return LoadDone(job.key, result, size, now - job.began, exposed, events, job.transport)
 
     def _failed(self, job: Job, loads: Sequence[Load], events: Timeline) -> LoadFailed:
@@ -291,21 +311,22 @@ class Puller:
         retriable = (
             not job.reload
             and job.cancelled_at is None
-            and error.code in _RETRIABLE
+            and (job.stopped or error.code in _RETRIABLE)
             and now < job.deadline
             and all(leg.generation is not None or not leg.sent for leg in job.legs)
         )
         if retriable:
-            lease_s = (
-                max((self.peers.get(leg.address).lease_seconds for leg in job.legs), default=0.0)
-                or self._settings.lease_seconds
-            )
-            self._kept[job.key] = _Kept(job.source, generations, now + lease_s)
+            self._keep(job, generations, now)
         elif error.code not in _NOT_OURS and job.legs:
             self._release_all(job.key, job.source, generations, error)
         # With ipc, bytes that were read late may be those of another request.
         foreign = any(leg.transport == IPC and leg.sent for leg in job.legs)
         return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign, job.transport)
+
+    def _keep(self, job: Job, generations: dict[str, int | None], now: float) -> None:
+        """Says nothing to P yet. What is kept is forgotten when P's own clock has ended the lease."""
+        lease_s = max((self.peers.get(leg.address).lease_seconds for leg in job.legs), default=0.0)
+        self._kept[job.key] = _Kept(job.source, generations, now + (lease_s or self._settings.lease_seconds))
 
     def _pieces_wanted(self, job: Job) -> int:
         """Blocks x layers of all streams; one stream's worth when the load was refused before it had any."""
@@ -314,8 +335,10 @@ class Puller:
         return sum(len(job.wanted[tag][1]) * layers.get(tag, 0) for tag in groups)
 
     def _report(self, job: Job, error: BatonError, delivered: int, wanted: int, now: float) -> None:
-        outcome = "failed" if job.cancelled_at is None else "aborted"
+        outcome = "failed" if job.cancelled_at is None and not job.stopped else "aborted"
         self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome=outcome)
+        if job.stopped:
+            return  # the rank that failed reports it
         if job.cancelled_at is not None:
             self._observe("aborts_total", leg="cache_store", source=abort_source(error))
             self._observe("kv_quarantine_seconds", now - job.cancelled_at, transport=job.transport)

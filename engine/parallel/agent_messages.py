@@ -88,12 +88,23 @@ class StartLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     traceparent: str
 
 
+class StopLoad(msgspec.Struct, frozen=True, array_like=True, tag="stop_load"):
+    request_key: str
+    error: EngineError
+
+
+class FinishLoad(msgspec.Struct, frozen=True, array_like=True, tag="finish_load"):
+    request_key: str
+
+
 class CancelLoad(msgspec.Struct, frozen=True, array_like=True, tag="cancel_load"):
     request_key: str
     error: EngineError
 
 
-AgentCall: TypeAlias = Admit | Computed | Fail | Tombstone | KeepAlive | Forget | StartLoad | CancelLoad
+AgentCall: TypeAlias = (
+    Admit | Computed | Fail | Tombstone | KeepAlive | Forget | StartLoad | StopLoad | FinishLoad | CancelLoad
+)
 
 
 def apply(call: AgentCall, agent: CacheStoreAgent) -> None:
@@ -115,7 +126,13 @@ def apply(call: AgentCall, agent: CacheStoreAgent) -> None:
         case StartLoad():
             left_s = (call.deadline_ns - time.monotonic_ns()) / 1e9 if call.deadline_ns else None
             source = source_of(call.source)
-            agent.load(key, source, call.prompt_tokens, call.wanted, left_s, call.reload, call.traceparent)
+            agent.load(
+                key, source, call.prompt_tokens, call.wanted, left_s, call.reload, call.traceparent, together=True
+            )
+        case StopLoad():
+            agent.stop_load(key, error_of(call.error))
+        case FinishLoad():
+            agent.finish_load(key)
         case CancelLoad():
             agent.cancel_load(key, error_of(call.error))
         case _:

@@ -3,8 +3,9 @@
 Every rank stages and loads its own share of the KV in the same blocks. What the engine asks is asked of all; their
 events come together here to one for the whole server, once nothing of any rank can change it any more:
 
-* **a load** is done when it is done on every rank. When it fails on one, the others are told to give up, and the one
-  failure comes out when each of them has ended, because only then nothing writes the blocks. The first cause wins.
+* **a load** is done when it is done on every rank; only then the prefill server is told. When it fails on one, the
+  others are stopped, and the one failure comes out when each of them has ended, because only then nothing writes the
+  blocks. The first cause wins. When every rank may read once more, the load may be repeated.
 * **a lease** has ended when it has on every rank. When a rank cannot serve a request any more, the others end it too.
 
 Figures that stand for a load or a lease as a whole are booked here, once each; those of bytes, pieces, connections and
@@ -33,9 +34,11 @@ from engine.parallel.agent_messages import (
     CancelLoad,
     Computed,
     Fail,
+    FinishLoad,
     Forget,
     KeepAlive,
     StartLoad,
+    StopLoad,
     Tombstone,
     agent_event,
     rank_stats,
@@ -189,7 +192,7 @@ class RankAgents:
         self._others.post(
             StartLoad(request_key, source_message(source), prompt_tokens, own, deadline_ns, reload, traceparent)
         )
-        self.local.load(request_key, source, prompt_tokens, own, deadline_s, reload, traceparent)
+        self.local.load(request_key, source, prompt_tokens, own, deadline_s, reload, traceparent, together=True)
 
     def cancel_load(self, request_key: str, error: BatonError) -> None:
         load = self._loads.get(request_key)
@@ -239,11 +242,13 @@ class RankAgents:
             self._events.append(self._failed(load) if load.failed else self._done(event.request_key, load))
 
     def _first_failure(self, rank: int, event: LoadFailed, load: _Load) -> None:
-        """Has every rank let go of the load: those that still read, and those that could have read again."""
+        """Stops what the other ranks still read."""
         if not load.cancelled:
             what = {"rank": str(rank), "cause": event.error.code.name, "cause_code": str(int(event.error.code))}
             message = "the load of another rank failed"
-            self._give_up(event.request_key, BatonError(ErrorCode.LOAD_KV_CACHE_FAILED, message, metadata=what))
+            error = BatonError(ErrorCode.LOAD_KV_CACHE_FAILED, message, metadata=what)
+            self._others.post(StopLoad(event.request_key, engine_error(error)))
+            self.local.stop_load(event.request_key, error)
 
     def _done(self, key: str, load: _Load) -> LoadDone:
         own = load.done[0]
@@ -256,11 +261,16 @@ class RankAgents:
         observe("kv_transfer_size_bytes", size, transport=own.transport)
         observe("load_rank_seconds", min(seconds), stat="min")
         observe("load_rank_seconds", max(seconds), stat="max")
+        self._others.post(FinishLoad(key))
+        self.local.finish_load(key)
         return LoadDone(key, own.result, size, max(seconds), exposed, own.events, own.transport)
 
     def _failed(self, load: _Load) -> LoadFailed:
-        """The one failure of all ranks, with the first cause's code. There is no reload: a rank that has everything has
-        let the prefill server go."""
+        """The one failure of all ranks, with the first cause's code.
+
+        The load may be repeated if that of each failed rank may: those that are done have not let the prefill server go
+        yet. Else all of them do now.
+        """
         # The news of a consequence may be quicker than that of its cause.
         causes = {each: event for each, event in load.failed.items() if not _follows(event.error)} or load.failed
         rank, first = next(iter(causes.items()))
@@ -279,8 +289,12 @@ class RankAgents:
         if not load.cancelled and (rank or len(own) > 1):  # that of rank 0 alone is in its log already
             self._log_failure(first, load, error, delivered, seconds)
         foreign = any(event.foreign for event in load.failed.values())
-        # What a rank has read to its end was proven, and still counts as unproven with the rest.
-        return LoadFailed(first.request_key, error, delivered, missing, False, first.events, foreign, first.transport)
+        retriable = not load.cancelled and all(event.retriable_here for event in load.failed.values())
+        if not retriable:
+            self._give_up(first.request_key, error)
+        return LoadFailed(
+            first.request_key, error, delivered, missing, retriable, first.events, foreign, first.transport
+        )
 
     def _log_failure(self, first: LoadFailed, load: _Load, error: BatonError, delivered: int, seconds: float) -> None:
         key = first.request_key

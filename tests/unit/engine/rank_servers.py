@@ -167,10 +167,10 @@ class RankServer:
         self.compute(key, len(ids))
         self.agents.computed(key, prefill_result(), True)
 
-    def load(self, source: KvSourceRef, key: str, ids: Sequence[int], first: int = 0) -> None:
+    def load(self, source: KvSourceRef, key: str, ids: Sequence[int], first: int = 0, *, reload: bool = False) -> None:
         """`first`: blocks of the prompt that are here already, in a prefix cache."""
         tokens = (first + len(ids)) * BLOCK_SIZE
-        self.agents.load(key, source, tokens, {"full": (first, list(ids))}, 60.0)
+        self.agents.load(key, source, tokens, {"full": (first, list(ids))}, 60.0, reload)
 
     # ---- what it says
 

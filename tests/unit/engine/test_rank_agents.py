@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cache_store.events import LeaseEnded, LoadDone, LoadFailed
+from cache_store.load import Load
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import key_of, prefill_result, settings, until
@@ -177,6 +178,81 @@ def test_failure_when_a_rank_still_copies_then_it_is_awaited_and_its_late_piece_
         decode.load_done()
         prefill.lease_ended()
         assert all((node.blocks(TARGET) == 0x5A).all() for node in decode.nodes)
+
+
+@pytest.mark.invariant("RPC-17")
+@pytest.mark.parametrize("transport", ["grpc", "ipc"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "heads"), [(2, 2, 4), (1, 2, 4), (4, 2, 1)])
+def test_reload_when_one_rank_failed_then_all_read_once_more_under_the_same_leases_and_nothing_is_computed_again(
+    prefill_tp: int, decode_tp: int, heads: int, transport: str
+) -> None:
+    with servers(*make_pair(prefill_tp, decode_tp, heads, transport=transport)) as (prefill, decode):
+        whole = whole_of(heads, len(SOURCE))
+        prefill.put(SOURCE, whole)
+        prefill.admit(KEY, SOURCE)
+        decode.load(prefill.source, KEY, TARGET)
+        until(lambda: sum(node.agent.stats().readers for node in prefill.nodes) == decode_tp, "all ranks read")
+        until(lambda: all(load.generation for load in open_loads(decode)), "every rank knows the generation")
+        faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=1,times=1")
+        prefill.compute(KEY, 4)
+        failed = decode.load_failed()
+        assert (failed.error.code, failed.retriable_here) == (ErrorCode.CACHE_STORE_STORE_FAILED, True)
+        assert prefill.quiet(), "a lease ended, which the reload needs"
+        until(lambda: not any(node.agent.stats().readers for node in prefill.nodes), "no stream is open")
+        other = [block + 8 if block < 8 else block - 8 for block in TARGET]
+        decode.load(prefill.source, KEY, other, reload=True)
+        prefill.agents.computed(KEY, prefill_result(), True)
+        decode.load_done()
+        assert decode.holds(other, whole)
+        assert prefill.lease_ended().outcome == "released"
+
+
+def open_loads(server: RankServer) -> list[Load]:
+    jobs = [job for node in server.nodes for job in node.agent._pulling._jobs.values()]
+    return [leg.load for job in jobs for leg in job.reading() if leg.load is not None]
+
+
+def test_reload_when_a_rank_had_everything_already_then_it_reads_again_too() -> None:
+    with servers(*make_pair(2, 2)) as (prefill, decode):
+        whole = whole_of(4, len(SOURCE))
+        prefill.put(SOURCE, whole)
+        faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,rank=1,times=1")
+        decode.others.held = True
+        prefill.stage(KEY, SOURCE)
+        decode.load(prefill.source, KEY, TARGET)
+        until(lambda: decode.nodes[0].agent.stats().loads == 0, "rank 0 has its part")
+        decode.others.release()
+        failed = decode.load_failed()
+        assert (failed.error.metadata["rank"], failed.retriable_here) == ("1", True)
+        assert prefill.quiet()
+        decode.load(prefill.source, KEY, [10, 11, 12, 13], reload=True)
+        decode.load_done()
+        assert decode.holds([10, 11, 12, 13], whole)
+        assert prefill.lease_ended().outcome == "released"
+
+
+def test_reload_when_it_fails_too_then_there_is_no_other_and_every_lease_is_given_up() -> None:
+    with servers(*make_pair(2, 2)) as (prefill, decode):
+        faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,rank=1,times=2")
+        prefill.stage(KEY, SOURCE)
+        decode.load(prefill.source, KEY, TARGET)
+        assert decode.load_failed().retriable_here
+        until(lambda: not any(node.agent.stats().readers for node in prefill.nodes), "no stream is open")
+        decode.load(prefill.source, KEY, [10, 11, 12, 13], reload=True)
+        failed = decode.load_failed()
+        assert (failed.error.code, failed.retriable_here) == (ErrorCode.CACHE_STORE_STORE_FAILED, False)
+        assert prefill.lease_ended().outcome == "aborted"
+
+
+def test_reload_when_the_engine_wants_none_then_every_lease_is_given_up() -> None:
+    with servers(*make_pair(2, 2)) as (prefill, decode):
+        faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,rank=1,times=1")
+        prefill.stage(KEY, SOURCE)
+        decode.load(prefill.source, KEY, TARGET)
+        failed = decode.load_failed()
+        assert failed.retriable_here
+        decode.agents.cancel_load(KEY, failed.error)
+        assert prefill.lease_ended().outcome == "aborted"
 
 
 def test_cancel_when_every_rank_reads_then_one_failure_with_its_cause_and_both_sides_are_clean() -> None:
