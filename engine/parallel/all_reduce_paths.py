@@ -14,7 +14,7 @@ from dataclasses import dataclass
 NCCL = "nccl"
 ONE_SHOT = "one_shot"
 TWO_SHOT = "two_shot"
-SIZES = tuple(1 << exponent for exponent in range(13, 25))  # bytes at which paths are measured: 8 KB to 16 MB
+SIZES = tuple(1 << exponent for exponent in range(13, 26, 2))  # bytes at which paths are measured: 8 KB to 32 MB
 
 
 @dataclass(frozen=True, slots=True)

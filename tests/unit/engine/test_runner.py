@@ -235,3 +235,18 @@ def test_runner_when_built_then_reports_what_a_pair_of_servers_must_share() -> N
 def test_batch_module_when_imported_then_torch_is_not() -> None:
     code = "import sys, engine.runner.batch, engine.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        BatchRow("r", [1, 2], 15, [3], False),  # one block for two blocks' tokens
+        BatchRow("r", [1], 0, [64], False),  # beyond the pool
+        BatchRow("r", [1], 0, [3], True),  # sampled, and nothing says how
+    ],
+)
+def test_check_when_execute_would_refuse_a_batch_then_refuses_it_too(row: BatchRow) -> None:
+    runner = new_runner()
+    for asked in (runner.check, runner.execute):
+        with pytest.raises(ValueError, match="row 'r'"):
+            asked(StepBatch([row]))
