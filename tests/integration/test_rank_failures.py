@@ -228,10 +228,13 @@ def test_rank_when_it_is_lost_during_a_transfer_then_the_other_server_gets_its_b
     how: str, rank: int, role: str
 ) -> None:
     flags = [*FLAGS, "--kv-lease-seconds", "3", "--load-cache-timeout-ms", "2000"]
+    # A load that fails is to be seen, not to be made good by computing the prompt anew.
+    decode_flags = [*flags, "--kv-load-failure-policy", "fail"]
     slow = {"BATON_FAULTS": "cache_store.send_piece:delay=0.3"}
     with Cluster(
-        1, 1, model=tiny_model("llama"), router=False, prefill_flags=flags, decode_flags=flags, prefill_env=slow
-    ) as cluster:
+        1, 1, model=tiny_model("llama"), router=False,
+        prefill_flags=flags, decode_flags=decode_flags, prefill_env=slow,
+    ) as cluster:  # fmt: skip
         broken, other = (cluster.prefill[0], cluster.decode[0])[:: 1 if role == "prefill" else -1]
         pids = [int(pid) for pid in broken.page("/server_info")["engine_pids"]]
         with Pair(cluster.prefill[0], cluster.decode[0], MODEL) as pair:
