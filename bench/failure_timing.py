@@ -29,7 +29,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,11 @@ HELD = ("running", "staged", "receiving", "quarantined")
 PAUSE_S = 0.001  # between two readings: a reader that never rests takes a core from those it watches
 READY_S = 60.0
 STATE_S = 30.0  # for a request to be where it is to be struck
+SURVIVED_S = 3.0  # after which a request that still generates was not struck
 FREE_S = 60.0  # for its blocks to be free
 SHOWN_TOKENS = 3
 MOST_TOKENS = 512
-ATTEMPTS = 5  # at a run before the measurement is given up
+ATTEMPTS = 20  # at a run before the measurement is given up
 WARM_UPS = 3
 
 
@@ -201,6 +202,7 @@ class Striker:
         self._random = random.Random(seed)
         freed = {(blow, server): list[float]() for blow in BLOWS for server in blow.servers}
         self.figures = Figures(freed, Readings())
+        self._computing_s = 0.0  # as it was last
 
     def _request(self) -> generation_pb2.GenerateRequest:
         prompt = [self._random.randrange(3, self.cluster.vocabulary) for _ in range(self._prompt_tokens)]  # in no cache
@@ -212,16 +214,18 @@ class Striker:
 
     def warm_up(self) -> None:
         """Some requests to their first token, the time of which says where the middle of a prompt is."""
-        times = []
+        self.figures.first_token_s = statistics.median(self._first_token() for _ in range(WARM_UPS))
+        self._computing_s = self.figures.first_token_s
+
+    def _first_token(self) -> float:
         with self._channel() as channel:
-            for _ in range(WARM_UPS):
-                began = time.monotonic()
-                call = self._send(channel, None)
-                _read_tokens(call, 1)
-                times.append(time.monotonic() - began)
-                call.cancel()
-                self._wait_free(time.monotonic(), (PREFILL, DECODE))
-        self.figures.first_token_s = statistics.median(times)
+            began = time.monotonic()
+            call = self._send(channel, None)
+            _read_tokens(call, 1)
+            seconds = time.monotonic() - began
+            call.cancel()
+            self._wait_free(time.monotonic(), (PREFILL, DECODE))
+        return seconds
 
     def _channel(self) -> grpc.Channel:
         return grpc.insecure_channel(self.cluster.launcher.router.ready["grpc"], options=CLIENT_OPTIONS)
@@ -236,9 +240,12 @@ class Striker:
             try:
                 with self._channel() as channel:
                     found = self._strike(channel, blow)
+            except MeasurementFailed as error:
+                raise MeasurementFailed(f"{blow.what}, {blow.when}: {error}") from None
             except NotThere:
                 self.figures.repeated += 1
                 self._wait_free(time.monotonic(), (PREFILL, DECODE))
+                self._computing_s = self._first_token()  # the machine may have become slower, or quicker
                 continue
             for server, seconds in found.items():
                 self.figures.freed[blow, server].append(seconds)
@@ -249,28 +256,27 @@ class Striker:
         """Seconds from the blow to free blocks, by server."""
         if blow.what == "deadline":
             return self._pass_deadline(channel, blow)
+        engine = self.cluster.engine_pid(blow.victim) if blow.victim in (PREFILL, DECODE) else 0
         call = self._send(channel, None)
         try:
             self._wait_state(call, blow)
+            struck = time.monotonic()
             if not blow.victim:
-                struck = time.monotonic()
                 call.cancel()
                 return self._wait_free(struck, blow.servers)
-            engine = self.cluster.engine_pid(blow.victim) if blow.victim != "router" else 0
-            if not self._is_there(blow):
-                raise NotThere
             process = self.cluster.process(blow.victim)
-            struck = time.monotonic()
             process.send_signal(signal.SIGKILL)
-            found = self._wait_free(struck, blow.servers)
-            process.wait(READY_S)
+            try:
+                return self._wait_free(struck, blow.servers, may_go_on=blow.victim == PREFILL)
+            finally:
+                process.wait(READY_S)
+                call.cancel()
+                self.cluster.replace(blow.victim, engine)
         finally:
             call.cancel()
-        self.cluster.replace(blow.victim, engine)
-        return found
 
     def _pass_deadline(self, channel: grpc.Channel, blow: Blow) -> dict[str, float]:
-        computing = self.figures.first_token_s
+        computing = self._computing_s
         left = computing / 2 if blow.when == COMPUTING else computing * 1.5 + 0.5
         due = time.monotonic() + left
         call = self._send(channel, left)
@@ -304,17 +310,36 @@ class Striker:
         servers = (PREFILL, DECODE) if blow.when == COMPUTING else blow.servers
         return all(self.figures.readings.held(self.cluster.ledgers[server]) for server in servers)
 
-    def _wait_free(self, struck: float, servers: Sequence[str]) -> dict[str, float]:
+    def _wait_free(self, struck: float, servers: Sequence[str], *, may_go_on: bool = False) -> dict[str, float]:
+        """Seconds until each is free.
+
+        may_go_on: the request is none of these runs if it is answered all the same.
+        """
         found: dict[str, float] = {}
         while len(found) < len(servers):
             for server in servers:
                 if server not in found and not self.figures.readings.held(self.cluster.ledgers[server]):
                     found[server] = time.monotonic() - struck
             time.sleep(PAUSE_S)
+            if may_go_on and time.monotonic() - struck > SURVIVED_S and self._goes_on():
+                raise NotThere  # it had got what it needs of the process that was killed
             if time.monotonic() - struck > FREE_S:
-                left = [server for server in servers if server not in found]
-                raise MeasurementFailed(f"blocks are still held after {FREE_S:g} s on: {', '.join(left)}")
+                raise MeasurementFailed(f"blocks are still held after {FREE_S:g} s: {self._state(servers, found)}")
         return found
+
+    def _goes_on(self) -> bool:
+        """Whether the decode server generates."""
+        requests = self.cluster.ledgers[DECODE].page("/debug/requests")["open"]
+        return any(request["generated_tokens"] for request in requests)
+
+    def _state(self, servers: Sequence[str], free: Container[str]) -> str:
+        """Ledger and open requests of those servers that are not free."""
+        pages = {
+            server: (reader.page("/debug/ledger")["ranks"], reader.page("/debug/requests")["open"])
+            for server, reader in self.cluster.ledgers.items()
+            if server in servers and server not in free
+        }
+        return json.dumps(pages)
 
 
 def _read_tokens(call: Any, count: int) -> None:
