@@ -35,8 +35,9 @@ SLOW = "engine.layer:delay=0.05;engine.step:delay=0.02,kind=decode"  # long enou
 
 MEANS = ("kill", "stop", "raise")
 SERVING = ("idle", "prefill", "decode")
-# Two of these are in every run: a rank that dies while tokens flow, and one that hangs while nothing does.
-ALWAYS = {("kill", 1, "decode"), ("stop", 1, "idle")}
+# In every run: a rank that hangs while tokens flow, which takes the longest way to its end. That one which dies is
+# noticed is tested in every run between hub and port.
+ALWAYS = {("stop", 1, "decode")}
 
 
 def cases(means: tuple[str, ...], states: tuple[str, ...]) -> list[object]:
