@@ -31,6 +31,7 @@ def test_rows_when_figures_are_given_then_they_are_in_milliseconds_and_what_was_
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_page_when_each_blow_is_struck_once_then_blocks_are_free_again_on_every_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def test_page_when_figures_are_given_then_each_length_has_a_row_in_both_tables()
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_main_when_run_once_then_loads_and_first_tokens_have_their_figures(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     flags = ["--model", str(tiny_model("llama")), "--dtype", "float32", "--tokens", "64", "100000"]

@@ -23,6 +23,7 @@ def test_per_rpc_when_measured_then_each_role_has_a_value_per_round_and_metrics_
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_page_when_run_for_a_moment_then_no_line_is_lost_at_sigterm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
