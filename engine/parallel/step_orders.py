@@ -37,13 +37,16 @@ class StepOrders:
         for place, row in enumerate(batch.rows):
             key, table = row.request_key, row.block_table
             length = len(table)
+            extra = None
+            if row.prompt_logprobs_from >= 0 or row.embeddings or row.multimodal or row.position_ids:
+                extra = _extra(row, apart)
             before = known.get(key)
             # The list itself is compared: one that another allocation has filled is another one
             if before is None or before[1] is not table or length < before[2]:
-                order = RowOrder(row.token_ids, row.start, -1, table, row.sample, key, _extra(row, apart))
+                order = RowOrder(row.token_ids, row.start, -1, table, row.sample, key, extra)
             else:
                 added = table[before[2] :] if length > before[2] else _NONE
-                order = RowOrder(row.token_ids, row.start, before[0], added, row.sample, "", _extra(row, apart))
+                order = RowOrder(row.token_ids, row.start, before[0], added, row.sample, "", extra)
             rows.append(order)
             now[key] = (place, table, length)
         self._known = now
@@ -79,9 +82,7 @@ class FollowedSteps:
         return StepBatch(rows, order.kind, order.shares)
 
 
-def _extra(row: BatchRow, apart: bool) -> RowExtra | None:
-    if row.prompt_logprobs_from < 0 and not row.embeddings and not row.multimodal and not row.position_ids:
-        return None
+def _extra(row: BatchRow, apart: bool) -> RowExtra:
     embeddings = [
         EmbeddingsOrder(
             item.place, len(item.values), b"" if apart else np.ascontiguousarray(item.values, np.float32).tobytes()
