@@ -229,6 +229,7 @@ def _follow(configuration: bytes, options: argparse.Namespace) -> int:
         port = Port(_inherited(options.leader), config.tp_broadcast_timeout_seconds)
         follower = start_follower(config, port, _meeting(options), wakeup)
         _settle(config)
+        follower.tell_ready()
         _log.info("rank ready", extra={"load_seconds": round(time.monotonic() - follower.rank.began, 3)})
         follower.run()
         return 0

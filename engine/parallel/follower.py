@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def start_follower(config: EngineConfig, port: Port, meeting: str, wakeup: Wakeup) -> Follower:
-    """Takes part in the start of the engine; returns once this rank can compute.
+    """Takes part in the start of the engine; returns once this rank can compute. Rank 0 waits for its `tell_ready`.
 
     Raises BatonError that names the flag to change, RankLost, CollectiveFailed.
     """
@@ -45,10 +45,7 @@ def start_follower(config: EngineConfig, port: Port, meeting: str, wakeup: Wakeu
     runner = load_model(config, communicator)
     _meet(port, LOADED, deadline)
     rank = finish_rank(config, runner, start.engine_id, wakeup.wake, began)
-    load_seconds = time.monotonic() - began
-    facts = RankFacts(config.rank, os.getpid(), rank.address, load_seconds, runner.read_bytes, rank.captured)
     communicator.begin_serving()
-    port.send(RankFrame(ready=facts))
     return Follower(rank, port, wakeup)
 
 
@@ -76,6 +73,13 @@ class Follower:
         self._deferred: list[Callable[[], None]] = []
         self._told_at = 0.0
         port.watch(wakeup.fileno())
+
+    def tell_ready(self) -> None:
+        """From now on rank 0 counts on an answer within the deadline."""
+        rank = self.rank
+        load_seconds = time.monotonic() - rank.began
+        own = (rank.config.rank, os.getpid(), rank.address, load_seconds, rank.runner.read_bytes, rank.captured)
+        self._port.send(RankFrame(ready=RankFacts(*own)))
 
     def run(self) -> None:
         """Until rank 0 says to stop.
