@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from router.pairing import Role, pair_error
+from router.pairing import Role, pair_error, version_error
 from router.policies import Policy, Tuning, make_policy
 from router.prefix.index import INDEX_ENTRIES, PrefixIndex
 from router.prefix.prompt import Prompt
@@ -17,6 +17,7 @@ from router.requests import Path, RouterRequest
 from router.worker import Worker
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry as Metrics
+from rpc.version import PROTOCOL_VERSION
 
 Decision = Literal["pd", "short_prompt", "single_token", "beam_or_n", "requested", "no_pair"]
 Result = Literal["chosen", "fallback", "pinned"]
@@ -226,6 +227,9 @@ class Chooser:
                 if found:
                     return pair_error(found)
         if not decodes:
+            for worker in self._incompatible("decode"):
+                if worker.facts is not None and worker.facts.protocol_version != PROTOCOL_VERSION:
+                    return version_error(worker.facts)  # servers of one version fit each other, but not this router
             message = "no decode server is ready; try again later"
             return BatonError(ErrorCode.NO_DECODE_WORKER, message, retry_after_s=RETRY_AFTER_S)
         message = "no prefill server is ready; try again later"

@@ -159,6 +159,15 @@ def pair_error(found: Iterable[Difference]) -> BatonError:
     )
 
 
+def version_error(facts: WorkerFacts) -> BatonError:
+    """INCOMPATIBLE_PEER of a server that speaks another version of the protocol than the router."""
+    return BatonError(
+        ErrorCode.INCOMPATIBLE_PEER,
+        f"the {facts.role} servers speak another version of the protocol than the router; run one version of Baton",
+        metadata={"protocol_version": f"{facts.role} {facts.protocol_version}, router {PROTOCOL_VERSION}"},
+    )
+
+
 def reference_fingerprint(facts: Iterable[WorkerFacts]) -> str | None:
     """The model that the cluster serves: the fingerprint that most servers have, of equals the first one.
 

@@ -19,6 +19,7 @@ from router.worker import Guard, Worker
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry
+from rpc.version import PROTOCOL_VERSION
 from tests.unit.router.scripted import ScriptedServer, answer, make_request, running_cluster
 
 
@@ -94,6 +95,7 @@ async def test_remove_when_a_request_is_open_there_then_it_goes_on_and_no_new_on
         assert cluster.metrics.value("baton_router_worker_inflight", role="decode", worker=first.address) is None
 
 
+@pytest.mark.invariant("RPC-31")
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -128,6 +130,22 @@ async def test_h2_a_server_that_does_not_fit_gets_no_request_and_says_why(change
         assert cluster.metrics.value("baton_router_workers", role="decode", state="incompatible") == 1
         [described] = [line for line in cluster.registry.describe() if line["role"] == "decode"]
         assert described["state"] == "incompatible"
+
+
+@pytest.mark.invariant("RPC-31")
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode",)], ids=["a pair", "one server alone"])
+async def test_servers_when_they_agree_on_a_version_that_the_router_does_not_speak_then_they_are_refused(roles):
+    async with running_cluster(0, 0) as cluster:
+        servers = [await cluster.add(role, protocol_version=99, allows_local_prefill=True) for role in roles]
+        for server in servers:
+            worker = cluster.worker(server)
+            await cluster.until(lambda: worker.state == "incompatible")  # noqa: B023
+            assert worker.reasons == (f"protocol_version: 99, the router speaks {PROTOCOL_VERSION}",)
+        with pytest.raises(BatonError) as caught:
+            await cluster.collect(make_request())
+        assert caught.value.code is ErrorCode.INCOMPATIBLE_PEER
+        assert caught.value.metadata["protocol_version"] == f"decode 99, router {PROTOCOL_VERSION}"
+        assert not any(server.seen for server in servers)
 
 
 async def test_choose_when_some_servers_fit_then_only_these_are_paired():

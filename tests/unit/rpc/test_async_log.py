@@ -413,6 +413,9 @@ def test_writer_that_dies_when_no_thread_can_be_had_then_the_next_line_starts_it
         assert handler.get_stats()["worker_restarts"] == 0
     put(handler, "starts it")
     until("both lines", lambda: sink.lines == [b"waits", b"starts it"])
+    # Another thread that had found it missing just before comes too late to start a second one.
+    handler._writer.revive()
+    assert len(writers()) == 1
     assert handler.get_stats()["worker_restarts"] == 1
     handler.close()
 
