@@ -11,6 +11,7 @@ import pytest
 from cli import up
 from cli.launch import LaunchError, check_free
 from cli.main import COMMANDS, main
+from cli.process import Process
 
 
 def test_help_then_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +53,7 @@ def test_help_of_a_command_then_its_flags(name: str, capsys: pytest.CaptureFixtu
     [
         (["--prefill-servers", "-1"], "--prefill-servers -1"),
         (["--decode-servers", "0"], "--decode-servers 0"),
+        (["-tp", "0"], "--tensor-parallel-size 0"),
         (["--port", "70000"], "--port 70000"),
         (["--port", "9000", "--grpc-port", "9000"], "--port and --grpc-port"),
         (["--server-flags", "'"], "--server-flags"),
@@ -65,6 +67,22 @@ def test_up_when_a_flag_is_wrong_then_one_line_names_it(
     error = capsys.readouterr().err
     assert named in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("stores", "same"),
+    [
+        (["127.0.0.1:9000"], ["--cache-store-port", "9000"]),
+        (["127.0.0.1:9000", "127.0.0.1:9001"], ["--cache-store-port", "9000"]),
+        (["127.0.0.1:9000", "127.0.0.1:9007"], []),  # each rank got a free port; the next one may be another process's
+    ],
+)
+def test_restart_when_a_server_has_ranks_then_it_asks_for_ports_that_can_be_had(
+    stores: list[str], same: list[str]
+) -> None:
+    process = Process("decode", "decode-0", [], None)
+    process.ready = {"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "cache_store": stores}
+    assert process._same_ports() == ["--port", "1", "--metrics-port", "2", *same]
 
 
 def test_check_free_when_the_port_is_busy_then_flag_and_port_are_named() -> None:
