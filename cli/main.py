@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     run = importlib.import_module(COMMANDS[name][0]).main
     if name in SERVERS:
         sys.argv = [sys.argv[0], *rest]
-        return int(run() or 0)
+        return int(run(prog=f"baton {name}") or 0)
     try:
         return int(run(rest) or 0)
     except KeyboardInterrupt:

@@ -14,10 +14,8 @@ from rpc.lifecycle import run
 SERVICE = "baton.v1.Decode"
 
 
-def main() -> None:
-    settings = DecodeSettings.load(
-        prog="decode_server", description="Takes over prompts' KV from prefill servers and generates."
-    )
+def main(prog: str = "decode_server") -> None:
+    settings = DecodeSettings.load(prog=prog, description="Takes over prompts' KV from prefill servers and generates.")
     local = settings.allow_local_prefill
     role = ServedRole(
         name="decode",

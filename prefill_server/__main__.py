@@ -12,9 +12,9 @@ from rpc.lifecycle import run
 SERVICE = "baton.v1.Prefill"
 
 
-def main() -> None:
+def main(prog: str = "prefill_server") -> None:
     settings = PrefillSettings.load(
-        prog="prefill_server", description="Computes prompts and keeps their KV staged for decode servers."
+        prog=prog, description="Computes prompts and keeps their KV staged for decode servers."
     )
     role = ServedRole(
         name="prefill",

@@ -7,9 +7,9 @@ from router.settings import RouterSettings
 from rpc.lifecycle import run
 
 
-def main() -> None:
+def main(prog: str = "router") -> None:
     settings = RouterSettings.load(
-        prog="router", description="OpenAI-compatible HTTP API and gRPC API in front of prefill and decode servers."
+        prog=prog, description="OpenAI-compatible HTTP API and gRPC API in front of prefill and decode servers."
     )
     run(lambda: serve(settings))
 

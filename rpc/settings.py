@@ -181,7 +181,10 @@ class Settings(BaseSettings):
 
     @classmethod
     def help_text(cls, prog: str, description: str = "") -> str:
-        lines = [f"usage: {prog} [--config file.yaml] [--flag value ...]", ""]
+        # What must be given comes first, so that nobody has to look for it.
+        options = sorted(cls.options(), key=lambda option: not option.info.is_required())
+        required = [f" {o.flag} {o.spec.metavar or _metavar(o)}" for o in options if o.info.is_required()]
+        lines = [f"usage: {prog}{''.join(required)} [--config file.yaml] [--flag value ...]", ""]
         if description:
             lines += [description, ""]
         lines += [
@@ -191,7 +194,7 @@ class Settings(BaseSettings):
             "  --config PATH  (env BATON_CONFIG)",
             "      YAML file of settings; its keys are the flags without dashes in front",
         ]
-        for option in cls.options():
+        for option in options:
             names = ", ".join((*option.spec.aliases, option.flag))
             if option.shape == "bool":
                 head = f"  {names}, --no-{option.field.replace('_', '-')}"

@@ -36,6 +36,7 @@ def test_server_command_when_run_then_it_reads_its_own_flags(name: str) -> None:
     command = [sys.executable, "-m", "cli", name, "--model", "/no/such/folder"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
+    assert ended.stderr.startswith(f"baton {name}: error: --model")
     assert "/no/such/folder" in ended.stderr
     assert ended.stderr.count("\n") == 1
 

@@ -165,12 +165,14 @@ def test_help_shows_default_and_variable_of_every_flag(capsys: pytest.CaptureFix
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for option in Demo.options():
-        line = next(line for line in text.splitlines() if f"{option.flag} " in line or f"{option.flag}," in line)
+        line = next(line for line in text.splitlines()[1:] if f"{option.flag} " in line or f"{option.flag}," in line)
         assert f"env {option.variable}" in line
         assert f"default: {option.default_text()}" in line
     assert "--page-size, -bs, --block-size SIZE  (env BATON_BLOCK_SIZE, default: 16)" in text
     assert "--caching, --no-caching  (env BATON_CACHING, default: on)" in text
     assert "{a,b}" in text
+    assert text.startswith("usage: demo --model MODEL [")
+    assert text.index("--model MODEL  (env") < text.index("--block-size SIZE  (env")
 
 
 def test_json_round_trip_is_exact_and_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
