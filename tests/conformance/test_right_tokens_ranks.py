@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.messages import SamplingParams
@@ -28,7 +29,7 @@ DECODE_FLAGS = (*FLAGS, "--num-kv-blocks", str(BLOCKS), "--decode-retry-times", 
                 "--decode-retry-timeout-ms", "30000", "--kv-load-failure-policy", "fail")  # fmt: skip
 # Decoding is slow, so that there is a middle of an answer; and the load of some requests fails on one rank.
 DECODE_FAULTS = ("engine.step:delay=0.004,kind=decode,rank=0;"
-                 "cache_store.load_start:raise=CACHE_STORE_LOAD_RDMA_WRITE_FAILED,rank=1,key=broken*")  # fmt: skip
+                 "cache_store.load_start:raise=CACHE_STORE_LOAD_BUFFER_TIMEOUT,rank=1,key=broken*")  # fmt: skip
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 5}
 
 
@@ -179,10 +180,15 @@ def test_o7_load_when_one_rank_fails_then_its_code_and_rank_reach_the_client_and
     decode = ranked.decode[2]
     case = cases[0]
     # A router that shows every failure as it comes.
-    flags = ("--retry-max-retries", "0", "--cb-failure-threshold", "10000")
+    flags = ("--retry-max-retries", "0", "--migration-limit", "0", "--cb-failure-threshold", "10000")
     router = ranked.cluster.start_router(flags, among=[ranked.prefill[2], decode])
     ranked.cluster.wait_router_ready()
-    with GenerationClient(router.grpc) as client, ThreadPoolExecutor(4) as callers:
+    with (
+        GenerationClient(router.grpc) as client,
+        ThreadPoolExecutor(4) as callers,
+        httpx.Client(base_url=f"http://{decode.http}", timeout=TIMEOUT_S) as pages,
+    ):
+        quiet_s = max(live_seconds(pages) for _ in range(5))  # on a machine that others use, too
 
         def fails(number: int) -> BatonError:
             with pytest.raises(BatonError) as caught:
@@ -192,24 +198,37 @@ def test_o7_load_when_one_rank_fails_then_its_code_and_rank_reach_the_client_and
         waiting = [callers.submit(fails, number) for number in range(4)]
         answers = 0
         while answers < 5 or not all(each.done() for each in waiting):
-            assert min(_live_seconds(decode) for _ in range(3)) < 0.1
+            assert live_seconds(pages) < 0.1 + 2 * quiet_s
             answers += 1
         for each in waiting:
             error = each.result(TIMEOUT_S)
-            assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED, error
+            assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED, f"{error}\n{router.describe()}"
             assert error.metadata["rank"] == "1"
-            assert error.metadata["ranks"] == "1: CACHE_STORE_LOAD_RDMA_WRITE_FAILED, "
-            assert error.metadata["cause"] == "CACHE_STORE_LOAD_RDMA_WRITE_FAILED"
+            assert error.metadata["ranks"] == "1: CACHE_STORE_LOAD_BUFFER_TIMEOUT, "
+            assert error.metadata["cause"] == "CACHE_STORE_LOAD_BUFFER_TIMEOUT"
         ranked.cluster.assert_clean_ledgers()
+        # Booked by the rank whose load failed, and by no other.
+        reason = "CACHE_STORE_LOAD_BUFFER_TIMEOUT"
+        wait_for("the figures", lambda: counted(decode, "baton_kv_transfer_failures_total", reason=reason) >= 4, 5.0)
+        lines = [line for line in decode.metrics().splitlines() if line.startswith("baton_kv_transfer_failures_total{")]
+        assert sum(float(line.rpartition(" ")[2]) for line in lines) == 4, lines
         # Neither side has lost anything.
         answer = client.generate(case.prompt, TOKENS, salt="after", **case.options)
         assert (answer.token_ids, answer.path) == (case.expected, "pd")
 
 
-def _live_seconds(server: ServerProcess) -> float:
-    began = time.monotonic()
-    assert server.get("/live").status_code == 200
-    return time.monotonic() - began
+def ready_servers(router: ServerProcess) -> int:
+    return sum(worker["state"] == "ready" for worker in router.page("/workers")["workers"])
+
+
+def live_seconds(pages: httpx.Client) -> float:
+    """The best of three."""
+    found = []
+    for _ in range(3):
+        began = time.monotonic()
+        assert pages.get("/live").status_code == 200
+        found.append(time.monotonic() - began)
+    return min(found)
 
 
 def test_tokens_when_a_decode_server_of_several_ranks_is_killed_then_the_answer_goes_on_elsewhere(
@@ -218,16 +237,18 @@ def test_tokens_when_a_decode_server_of_several_ranks_is_killed_then_the_answer_
     """From two ranks to one, in the middle of the answers. Last: the server is gone afterwards."""
     ranked = ranked_of(started, SMALL)
     victim = ranked.decode[2]
-    router = ranked.cluster.start_router(among=[ranked.prefill[2], *ranked.decode.values()])
-    ranked.cluster.wait_router_ready()
+    servers = [ranked.prefill[2], *ranked.decode.values()]
+    router = ranked.cluster.start_router(among=servers)
+    # Both decode servers are to have some of the requests.
+    wait_for("all servers", lambda: ready_servers(router) == len(servers), TIMEOUT_S)
     with GenerationClient(router.grpc) as client:
-        opened = [client.open(case.prompt, TOKENS, salt="move", **case.options) for case in (*cases, *cases[:1])]
+        opened = [client.open(case.prompt, TOKENS, salt="move", **case.options) for case in (*cases, *cases)]
         for generation in opened:
             generation.wait_tokens(5)
         victim.kill()
         came = [len(generation.token_ids) for generation in opened]
         moved = 0
-        for generation, case in zip(opened, (*cases, *cases[:1]), strict=True):
+        for generation, case in zip(opened, (*cases, *cases), strict=True):
             answer = generation.answer()
             assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
             moved += answer.attempts > 1
