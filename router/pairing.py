@@ -20,6 +20,7 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 _REQUIRED = ("protocol_version", "tp_size", "max_model_len", "vocab_size")
+_GROUP_SIZES = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 _ROLE_NAMES: dict[int, Role] = {worker_pb2.ROLE_PREFILL: "prefill", worker_pb2.ROLE_DECODE: "decode"}
 
 
@@ -67,6 +68,7 @@ class WorkerFacts:
         """The facts of a `Worker.GetInfo` answer. Raises UNKNOWN_ERROR that names what is absent."""
         absent = [name for name in _REQUIRED if not info.HasField(name)]  # type: ignore[arg-type]
         absent += [name for name in ("engine_id", "model_fingerprint", "groups") if not getattr(info, name)]
+        absent += [f"groups.{name}" for name in _GROUP_SIZES if any(getattr(g, name) < 1 for g in info.groups)]
         role = _ROLE_NAMES.get(info.role)
         if role is None:
             absent.append("role")

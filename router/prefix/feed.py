@@ -21,6 +21,7 @@ from router.pairing import Role
 from router.prefix.index import PrefixIndex
 from router.registry import WorkerRegistry
 from router.worker import Worker
+from rpc.block_hashes import HASH_BYTES
 from rpc.channels import ChannelPool
 from rpc.errors import BatonError
 from rpc.metrics import Registry as Metrics
@@ -150,6 +151,9 @@ class PrefixFeed:
                     return "a batch without its number"
                 if batch.sequence != sequence:
                     return f"batch {batch.sequence} came in place of {sequence}"
+                if not _names_blocks(batch):
+                    self._metrics.inc("baton_contract_breaches_total", kind="absent_field")
+                    return f"a block whose hash has not {HASH_BYTES} bytes"
                 await self._apply(worker, index, batch)
             return "the server closed the stream"
         except asyncio.CancelledError:
@@ -177,3 +181,8 @@ class PrefixFeed:
             if count > BLOCKS_AT_ONCE:
                 count = 0
                 await asyncio.sleep(0)
+
+
+def _names_blocks(batch: worker_pb2.KvEventBatch) -> bool:
+    """Whether every hash is one. The memory of the index is bounded by their number, and so by their length."""
+    return all(len(each) == HASH_BYTES for event in batch.events for each in (*event.stored, *event.removed))

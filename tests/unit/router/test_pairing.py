@@ -135,6 +135,17 @@ def test_from_info_when_a_field_is_absent_then_it_is_refused_by_name(field):
     assert field in caught.value.metadata["absent"]
 
 
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_size"])
+def test_from_info_when_a_group_of_layers_has_no_size_then_it_is_refused_by_name(field):
+    info = _info()
+    info.groups.add(tag="window", num_layers=1, num_kv_heads=1, head_dim=8, block_size=16)
+    info.groups[1].ClearField(field)
+    with pytest.raises(BatonError) as caught:
+        WorkerFacts.from_info(info)
+    assert caught.value.breach == "absent_field"
+    assert caught.value.metadata["absent"] == f"groups.{field}"
+
+
 def test_from_info_when_a_prefill_server_has_no_cache_store_per_rank_then_it_is_refused():
     info = _info()
     info.tp_size = 2

@@ -59,6 +59,18 @@ async def test_feed_when_batches_are_missing_then_it_starts_over_and_has_what_is
         await known(cluster, server, 7)
 
 
+@pytest.mark.parametrize("wrong", [b"", b"\0" * 15, b"\0" * 100_000], ids=["empty", "short", "long"])
+async def test_feed_when_a_hash_has_not_its_length_then_nothing_is_kept_and_the_breach_is_counted(wrong):
+    async with running_cluster(1, 1, policy="cache_aware") as cluster:
+        server = cluster.servers[0]
+        await server.cache(stored=OTHER)
+        await known(cluster, server, 2)
+        await server.cache(stored=[*BLOCKS, wrong])
+        await cluster.until(lambda: cluster.metrics.value("baton_contract_breaches_total", kind="absent_field"))
+        await known(cluster, server, 0)
+        assert wrong not in cluster.chooser.index._servers[cluster.worker(server)].held
+
+
 async def test_feed_when_a_server_restarts_then_nothing_of_its_old_cache_is_left():
     async with running_cluster(1, 1, policy="cache_aware") as cluster:
         server = cluster.servers[0]
