@@ -15,7 +15,14 @@ from router.answer import AnswerRequest, Collected, TextEvent, Usage, answer
 from router.grammar.keys import AskedGrammar, asked_grammar, wrong
 from router.open_requests import AccessRecord, OpenRequest, OpenRequests
 from router.requests import FinishEvent, FinishReason, Logprob, PrefillSummary, Serving, Token
-from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams, RequestValidator
+from router.validation import (
+    DECODE_PIN_KEY,
+    PREFILL_PIN_KEY,
+    SESSION_KEY,
+    SINGLE_SERVER_KEY,
+    GenerationParams,
+    RequestValidator,
+)
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import armed, fault_async
 from rpc.ids import check_request_id, new_request_id, valid_request_id
@@ -96,6 +103,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                         params.single_server = params.single_server or asks(value)
                     elif key == SESSION_KEY:
                         params.session_id = value if isinstance(value, str) else value.decode("utf-8", "replace")
+                    elif key == PREFILL_PIN_KEY and isinstance(value, str):
+                        params.pin_prefill = value
+                    elif key == DECODE_PIN_KEY and isinstance(value, str):
+                        params.pin_decode = value
                 owner.model = self._services.validator.check(params)
             with in_stage(owner.clock, owner.stop_check):
                 if armed():

@@ -30,6 +30,8 @@ from rpc.vocabulary import TOOL_MARKERS
 # The header, or metadata, by which a client forbids to spread its request over two servers.
 SINGLE_SERVER_KEY = "x-baton-single-server"
 SESSION_KEY = "x-session-id"
+# Addresses of the servers that a client wants, where the router follows such wishes.
+PREFILL_PIN_KEY, DECODE_PIN_KEY = "x-baton-prefill", "x-baton-decode"
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 128
 # Sequences of one request: prompts times candidates.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
@@ -90,8 +91,11 @@ def most_bytes(spec: GrammarSpec) -> int | None:
     if spec.kind is not GrammarKind.REGEX or len(spec.text) > _MEASURED_CHARS:
         return None
     try:
-        # Python reads nearly the same expressions as the library that keeps to them, and knows their width.
-        characters = _parser.parse(spec.text).getwidth()[1]
+        # Python reads nearly the same expressions as the library that keeps to them, and knows their width. What it
+        # finds unusual in them is nothing for the router's log.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            characters = _parser.parse(spec.text).getwidth()[1]
     except (re.error, RecursionError, OverflowError):
         return None
     if characters >= _parser.MAXREPEAT:

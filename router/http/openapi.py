@@ -8,7 +8,9 @@ from typing import Any
 from router.http.openapi_fields import FIELDS, LOGPROBS_FLAG, LOGPROBS_NUMBER, Schema
 from router.http.request_scope import OPEN_PATHS
 from router.http.schemas import AbortBody, Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, WorkerBody
+from router.validation import MAX_SESSION_CHARS, SINGLE_SERVER_KEY
 from rpc.errors import TABLE, ErrorCode
+from rpc.server import PRIVATE_KEY
 from rpc.version import version
 
 JSON = "application/json"
@@ -31,6 +33,27 @@ _TIMELINE: Schema = {
     "in": "header",
     "description": "1: the answer, or the error, says how long each stage of each process took",
     "schema": {"enum": ["1"]},
+}
+_YES: Schema = {"enum": ["1"]}
+_CHOICE: tuple[Schema, ...] = (
+    {
+        "name": "X-Session-Id",
+        "in": "header",
+        "description": "what keeps requests together under --policy session",
+        "schema": {"type": "string", "maxLength": MAX_SESSION_CHARS},
+    },
+    {
+        "name": SINGLE_SERVER_KEY,
+        "in": "header",
+        "description": "1: one server does all of it, where one may",
+        "schema": _YES,
+    },
+)
+_PRIVATE: Schema = {
+    "name": PRIVATE_KEY,
+    "in": "header",
+    "description": "1: nothing is logged of it but a failure",
+    "schema": _YES,
 }
 _OBJECT: Schema = {"type": "object"}
 _NULLABLE_NUMBER: Schema = {"type": ["number", "null"]}
@@ -209,7 +232,7 @@ def _probes() -> dict[str, Schema]:
 
 
 def _paths() -> dict[str, Schema]:
-    generation: dict[str, Any] = {"failures": _GENERATION, "parameters": (_REQUEST_ID, _TIMELINE)}
+    generation: dict[str, Any] = {"failures": _GENERATION, "parameters": (_REQUEST_ID, _TIMELINE, _PRIVATE, *_CHOICE)}
     worker = [
         {"name": "role", "in": "path", "required": True, "schema": _strings("prefill", "decode")},
         {"name": "address", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/?#]+$"}},

@@ -23,7 +23,7 @@ from router.http.sse import DONE, Chunks, EventStream, Kind, encode, error_event
 from router.http.tool_calls import ToolDeltas, finish_reason, message_of
 from router.open_requests import OpenRequest
 from router.requests import FinishEvent, FinishReason, PrefillSummary
-from router.validation import SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams
+from router.validation import DECODE_PIN_KEY, PREFILL_PIN_KEY, SESSION_KEY, SINGLE_SERVER_KEY, GenerationParams
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import armed, fault_async
 from rpc.ids import check_request_id, new_request_id
@@ -157,8 +157,8 @@ class _Generation:
         get = self._headers.get
         params.session_id = get(SESSION_KEY, "")
         params.single_server = params.single_server or asks(get(SINGLE_SERVER_KEY, ""))
-        params.pin_prefill = get("x-baton-prefill", "")
-        params.pin_decode = get("x-baton-decode", "")
+        params.pin_prefill = get(PREFILL_PIN_KEY, "")
+        params.pin_decode = get(DECODE_PIN_KEY, "")
         params.traceparent, params.tracestate = self._owner.traceparent, self._owner.tracestate
 
     def _events(self, request: AnswerRequest) -> AsyncGenerator[TextEvent, None]:

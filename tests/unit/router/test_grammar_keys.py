@@ -166,6 +166,11 @@ def test_longest_text_when_an_expression_has_one_then_it_is_known(text: str, mos
     assert most_bytes(GrammarSpec(GrammarKind.EBNF, text)) is None
 
 
+def test_longest_text_when_an_expression_looks_unusual_then_nobody_is_warned_of_it(recwarn: Any) -> None:
+    assert most_bytes(GrammarSpec(GrammarKind.REGEX, "[[a]b{2}")) == 3
+    assert recwarn.list == []
+
+
 @pytest.mark.parametrize("beams", [{"use_beam_search": True}, {"num_beams": 2}])
 def test_grammar_when_beams_are_asked_for_too_then_605(beams: dict[str, Any]) -> None:
     with pytest.raises(BatonError) as caught:

@@ -128,6 +128,19 @@ async def test_generate_when_it_has_a_session_then_its_requests_go_to_the_same_s
         assert code_of(caught.value) is ErrorCode.INVALID_PARAMS
 
 
+async def test_generate_when_it_is_pinned_then_these_servers_serve_it_and_an_unknown_one_is_refused():
+    async with running_api(prefills=2, decodes=2, allow_pins=True) as api:
+        _, prefill, decode, _ = api.cluster.servers
+        for _ in range(3):  # round robin would have come to the others
+            pins = (("x-baton-prefill", prefill.address), ("x-baton-decode", decode.address))
+            await api.generate(token_ids=ids(*PROMPT), sampling=sampling(2), metadata=pins)
+        assert {server for server in api.cluster.servers if server.seen} == {prefill, decode}
+        for key in ("x-baton-prefill", "x-baton-decode"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await api.generate(token_ids=ids(*PROMPT), sampling=sampling(2), metadata=((key, "127.0.0.1:1"),))
+            assert code_of(caught.value) is ErrorCode.INVALID_ROUTE_REQUEST
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_generate_when_there_are_choices_then_each_has_its_end_and_the_request_one_usage(streamed):
     async with running_api(local=True) as api:
