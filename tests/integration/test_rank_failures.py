@@ -146,6 +146,12 @@ def causes_of(how: str) -> tuple[str, ...]:
     return {"kill": ("signal_9", "closed"), "stop": ("silent", "not_reading"), "raise": ("EXECUTION_EXCEPTION",)}[how]
 
 
+@pytest.mark.extended
+def test_front_when_it_is_killed_then_all_ranks_go_with_it() -> None:
+    with server_of_two("") as server:
+        server.process.kill()
+
+
 # ---- start-up and shutdown
 
 
