@@ -312,6 +312,9 @@ KV_TRANSFER = Board(
                       "Bytes per second, counted piece by piece.", width=12),
                 Panel("Size of a load", "bytes", _quantiles("baton_kv_transfer_size_bytes", _PLACE, "transport"),
                       "Blocks that the decode server has itself are not loaded.", width=12),
+                Panel("First and last rank of a load", "s", _quantiles("baton_load_rank_seconds", _PLACE, "stat"),
+                      "Of decode servers of several ranks. Far apart, one rank's connection holds the others up.",
+                      width=12),
             ),
         ),
         Row(

@@ -237,6 +237,7 @@ QUIET = {
     "nothing is held, quarantined or late when it is asked for": {
         ("kv_ledger", "Oldest hold"), ("kv_transfer", "Quarantine"), ("kv_ledger", "Tombstone hits"),
     },
+    "no server has several ranks": {("kv_transfer", "First and last rank of a load")},
     "nobody asks for a grammar": {("router", "Compiling grammars")},
     "no policy looks at what is cached": {
         ("router", "Prompt tokens expected in a cache"), ("router", "Found of what was expected"),

@@ -39,7 +39,7 @@ class Busy:
     """A process of a role in which everything happens once between two scrapes."""
 
     def __init__(self, role: Role) -> None:
-        self.registry = Registry(role, colocated=True)
+        self.registry = Registry(role, colocated=True, tensor_parallel=True)
         self._role: Role = role
 
     def scraped(self) -> bytes:
