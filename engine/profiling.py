@@ -6,6 +6,7 @@ several ranks that of rank 0, which does what the others do.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -157,6 +158,9 @@ class StepProfiler:
             os.replace(unfinished, trace.path)
             size = trace.path.stat().st_size
         except Exception as error:
+            for rest in trace.path.parent.glob(unfinished.name + "*"):  # torch writes beside it first
+                with contextlib.suppress(OSError):  # a full disk is not to keep half a trace
+                    rest.unlink()
             failure = _failed(f"the profile could not be written into {trace.path.parent}; see the server's log", error)
             trace.news = ProfileNews(0, engine_error(failure))
         else:

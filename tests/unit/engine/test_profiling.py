@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +169,19 @@ def test_torch_profile_when_it_records_then_operators_are_in_the_trace(tmp_path:
     assert stopped.error is None
     events = json.loads(Path(stopped.path).read_text())["traceEvents"]
     assert "aten::mm" in {event["name"] for event in events}
+
+
+def test_torch_profile_when_the_disk_is_full_then_it_is_a_typed_error_and_no_half_trace_is_left(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, torch_profile)
+    bench.ask(start=True)
+    for _ in range(100):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        failed = bench.ask(start=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code_of(failed) is ErrorCode.EXECUTION_EXCEPTION
+    assert failed.error is not None and str(tmp_path) in failed.error.message
+    assert list(tmp_path.iterdir()) == []
