@@ -30,7 +30,7 @@ needs_prometheus = pytest.mark.skipif(
     BINARY is None, reason="needs prometheus: install the Debian package prometheus (`make test` does, as root)"
 )
 SCRAPE_S = 0.5
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 T = TypeVar("T")
 Sample = tuple[dict[str, str], float]
