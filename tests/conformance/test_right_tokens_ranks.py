@@ -90,17 +90,19 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[dict[tuple[int, ...], Ranked]]:
+def started(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, ...], Ranked]]:
     """Clusters by the sizes of their servers. The larger one starts only for the tests that need it."""
     running: dict[tuple[int, ...], Ranked] = {}
+    failed_before = request.session.testsfailed
     yield running
+    failed = request.session.testsfailed > failed_before
     for ranked in running.values():
         cluster = ranked.cluster
         try:
             cluster.assert_clean_ledgers()
             assert cluster.errors_without_code() == []
         finally:
-            cluster.__exit__(None, None, None)
+            cluster.end(failed=failed)
 
 
 def ranked_of(started: dict[tuple[int, ...], Ranked], sizes: tuple[int, ...]) -> Ranked:

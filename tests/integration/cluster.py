@@ -284,16 +284,17 @@ class Cluster:
                 self.start_router()
                 self.wait_router_ready()
         except BaseException:
-            self._end(failed=True)
+            self.end(failed=True)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(failed=kind is not None)
+        self.end(failed=kind is not None)
 
-    def _end(self, *, failed: bool) -> None:
+    def end(self, *, failed: bool) -> None:
+        """Ends every process. `failed`: their state is printed."""
         if failed:
             for process in self._started:
                 sys.stderr.write(process.describe() + "\n")
