@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -32,42 +33,85 @@ ERRORS_SHOWN = 20
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="baton bench serve", description=__doc__)
-    p.add_argument("--backend", choices=sorted(BACKENDS), default="openai")
+    p = argparse.ArgumentParser(prog="baton bench serve", description=__doc__, epilog="Defaults stand in brackets.")
+    p.add_argument(
+        "--backend", choices=sorted(BACKENDS), default="openai", help="how to ask; openai: completions (%(default)s)"
+    )
     p.add_argument("--base-url", default="", help="overrides --host and --port")
-    p.add_argument("--host", default="127.0.0.1")
-    p.add_argument("--port", type=int, default=None, help="default 8000, for baton-grpc 8001")
-    p.add_argument("--endpoint", default="", help="default: that of the back end")
-    p.add_argument("--model", default="", help="served model name (default: the first one)")
-    p.add_argument("--tokenizer", default="", help="model folder (default: the embedded model)")
-    p.add_argument("--dataset-name", choices=DATASETS, default="random")
-    p.add_argument("--dataset-path", default="")
-    p.add_argument("--random-input-len", "--input-len", type=int, default=256)
-    p.add_argument("--random-output-len", "--output-len", type=int, default=64)
-    p.add_argument("--random-range-ratio", type=float, default=0.0)
-    p.add_argument("--random-prefix-len", type=int, default=0)
-    p.add_argument("--prefix-repetition-num-prefixes", type=int, default=8)
-    p.add_argument("--num-prompts", type=int, default=100)
+    p.add_argument("--host", default="127.0.0.1", help="of the router (%(default)s)")
+    p.add_argument("--port", type=int, default=None, help="of the router (8000, for baton-grpc 8001)")
+    p.add_argument("--endpoint", default="", help="path, when it is not that of the back end")
+    p.add_argument("--model", default="", help="served model name (the first one)")
+    p.add_argument("--tokenizer", default="", help="model folder (the embedded model)")
+    p.add_argument("--dataset-name", choices=DATASETS, default="random", help="where prompts come from (%(default)s)")
+    p.add_argument("--dataset-path", default="", help="of custom: JSON lines with prompt and, if wanted, output_tokens")
+    for name, short, default, what in (
+        ("random-input-len", "input-len", 256, "tokens of a prompt, a shared prefix not counted"),
+        ("random-output-len", "output-len", 64, "tokens of an answer at the most, and exactly with --ignore-eos"),
+    ):
+        p.add_argument(f"--{name}", f"--{short}", type=int, default=default, metavar="N", help=f"{what} (%(default)s)")
+    p.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="of random: lengths are drawn from 1 - R to 1 + R times the given ones (%(default)s)",
+    )
+    p.add_argument(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens with which prompts begin alike: all of random (%(default)s), those of one prefix of "
+        "prefix_repetition (as many as --random-input-len)",
+    )
+    p.add_argument(
+        "--prefix-repetition-num-prefixes", type=int, default=8, metavar="N", help="different beginnings (%(default)s)"
+    )
+    p.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests to send (%(default)s)")
     p.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf is a closed loop")
-    p.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, below 1 more bursty")
-    p.add_argument("--max-concurrency", type=int, default=None)
-    p.add_argument("--ignore-eos", action="store_true")
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--num-warmups", type=int, default=1, help="requests before the run, with prompts of their own")
-    p.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el")
-    p.add_argument("--metric-percentiles", default="50,90,99")
-    p.add_argument("--goodput", nargs="*", default=[], metavar="NAME:MS")
-    p.add_argument("--itl-mode", choices=("token", "chunk"), default="token")
-    p.add_argument("--save-result", action="store_true")
-    p.add_argument("--save-detailed", action="store_true")
-    p.add_argument("--result-dir", default="results")
-    p.add_argument("--result-filename", default="")
-    p.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
-    p.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE")
+    p.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, below 1 more bursty (%(default)s)")
+    p.add_argument("--max-concurrency", type=int, default=None, metavar="N", help="open requests (no limit)")
+    p.add_argument("--ignore-eos", action="store_true", help="generate on past the end of sequence")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (%(default)s)")
+    p.add_argument(
+        "--num-warmups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests before the run, with prompts of their own (%(default)s)",
+    )
+    p.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="what to show (%(default)s)")
+    p.add_argument("--metric-percentiles", default="50,90,99", help="which percentiles of them (%(default)s)")
+    p.add_argument(
+        "--goodput",
+        nargs="*",
+        default=[],
+        metavar="NAME:MS",
+        help="count the requests within these limits: ttft:500 tpot:50 e2el:5000",
+    )
+    p.add_argument(
+        "--itl-mode",
+        choices=("token", "chunk"),
+        default="token",
+        help="inter-token latency of every token, or of every chunk whatever it holds (%(default)s)",
+    )
+    p.add_argument("--save-result", action="store_true", help="write the figures as JSON")
+    p.add_argument("--save-detailed", action="store_true", help="write those of each request too")
+    p.add_argument("--result-dir", default="results", help="folder for that (%(default)s)")
+    p.add_argument("--result-filename", default="", help="file in it (back end and time)")
+    p.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="goes into the file as it is")
+    p.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="header of each request")
     p.add_argument("--extra-body", default="{}", help="JSON object merged into each request")
-    p.add_argument("--api-key", default="")
-    p.add_argument("--ready-check-timeout-sec", type=float, default=60.0)
+    p.add_argument("--api-key", default=os.environ.get("BATON_API_KEY", ""), help="of the router (BATON_API_KEY)")
+    p.add_argument(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="longest wait until the router is ready (%(default)s)",
+    )
     return p
 
 
