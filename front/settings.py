@@ -67,12 +67,14 @@ class FrontSettings(ServerSettings):
         False, description="do not start when the prefill graphs that were asked for cannot be captured"
     )
 
-    decode_capture_config: Annotated[list[int], Flag(split=False, metavar="SIZES"), BeforeValidator(_decode_sizes)] = (
-        Field(
-            [],
-            description="batch sizes of the decode graphs, each up to --max-num-seqs: a list 1,8,64, a range max:step, "
-            "or a file with one size a line; default: 1, 8, 16, 24, 32, then every 16th",
-        )
+    decode_capture_config: Annotated[
+        list[int],
+        Flag(("--cuda-graph-sizes",), split=False, metavar="SIZES"),
+        BeforeValidator(_decode_sizes),
+    ] = Field(
+        [],
+        description="batch sizes of the decode graphs, each up to --max-num-seqs: a list 1,8,64, a range max:step, "
+        "or a file with one size a line; default: 1, 8, 16, 24, 32, then every 16th",
     )
 
     @model_validator(mode="after")

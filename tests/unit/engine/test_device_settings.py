@@ -56,7 +56,8 @@ def test_graphs_when_two_flags_contradict_then_both_are_named(folder: Path) -> N
 def test_decode_sizes_when_written_in_any_form_then_are_sorted(
     folder: Path, text: str, expected: tuple[int, ...]
 ) -> None:
-    assert configured(folder, "--decode-capture-config", text).decode_capture_sizes == expected
+    for flag in ("--decode-capture-config", "--cuda-graph-sizes"):
+        assert configured(folder, flag, text).decode_capture_sizes == expected
 
 
 @pytest.mark.parametrize("text", ["0", "1,x", "65", "-3"])
