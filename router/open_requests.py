@@ -479,13 +479,14 @@ class OpenRequests:
             if longest.tokens > 1:
                 figures.output_token[model, request.path].observe((longest.last - longest.first) / (longest.tokens - 1))
         if error is not None and error.http_status >= 500:
-            # Here it ends, so here it is logged; attempts before it were only noted.
+            # Here it ends, so here it is logged; attempts before it were only noted. Of a private request, id and code.
+            told = {} if request.private else {"cause": dict(error.metadata)}
             _log.log(
                 # How much time a request has is its client's choice.
                 logging.WARNING if error.code is ErrorCode.GENERATE_TIMEOUT else logging.ERROR,
                 "request failed: %s",
-                error,
-                extra={"request_id": request.request_id, "code": error.code.name, "cause": dict(error.metadata)},
+                error.code.name if request.private else error,
+                extra={"request_id": request.request_id, "code": error.code.name, **told},
             )
         if self._access_log is not None:
             code = error.code.name if error is not None else ErrorCode.NONE_ERROR.name

@@ -238,7 +238,7 @@ class Run:
         wait_s = min(wait_s, self._request.deadline.remaining())
         _log.info(
             "attempt failed, trying again: %s",
-            error,
+            error.code.name if self._owner.private else error,
             extra={"request_id": self._request.request_id, "attempt": self._attempts - 1, "wait_s": wait_s},
         )
         with contextlib.suppress(TimeoutError):
