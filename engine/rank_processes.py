@@ -132,7 +132,8 @@ class RankProcesses:
         self._ranks.append(started)
         started.watch = asyncio.create_task(self._watch(started), name=f"engine-watch-{rank}")
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died at once; the watch says so
+        # It died at once; the watch says so. RuntimeError: what uvloop raises where it knows that already.
+        with contextlib.suppress(ConnectionError, RuntimeError):
             own = msgspec.structs.replace(
                 self.config, rank=rank, threads=self.threads, start_deadline_ns=self._start_deadline_ns
             )

@@ -1,0 +1,41 @@
+"""The processes of one engine, on the event loop that the servers use."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvloop
+
+from engine.client import EngineClient, EngineConfig
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.engine.tiny_models import tiny_model
+from tests.unit.rpc.waiting import until
+
+LIMIT_S = 20.0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_start_when_a_process_is_gone_before_it_has_its_configuration_then_its_exit_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    make = asyncio.create_subprocess_exec
+
+    async def gone(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await make("/bin/false", **options)
+        await process.wait()
+        assert process.stdin is not None
+        await until(process.stdin.is_closing)
+        return process
+
+    async def start() -> None:
+        config = EngineConfig(role="decode", model=str(tiny_model("llama")), tensor_parallel_size=size)
+        with pytest.raises(BatonError) as failure:
+            await EngineClient(config).start(LIMIT_S)
+        assert failure.value.code is ErrorCode.ENGINE_DEAD
+        assert "rank 0" in failure.value.message or size == 1
+        assert "status 1" in failure.value.message
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", gone)
+    uvloop.run(start())
