@@ -239,6 +239,8 @@ class GrammarAdmission:
             if not helper.alive:  # it ended while it had nothing to do
                 self._count(-1)
                 await self._start(helper)
+                if not self._wanted(job):  # that may have taken long
+                    continue
             trial = self._begin(helper, job)
             if await self._ends(trial, min(QUICK_S, self.settings.compile_timeout_s)):
                 self._settle(job, trial.asking.result())
@@ -264,7 +266,10 @@ class GrammarAdmission:
                 helper = HelperProcess(self.template)
                 await self._start(helper)
                 self._count(-1)  # it is for this one alone
-                trial = self._begin(helper, job)
+                if self._wanted(job):
+                    trial = self._begin(helper, job)
+                else:
+                    await helper.kill()
             if trial is not None:
                 left_s = trial.began + self.settings.compile_timeout_s - time.monotonic()
                 try:
@@ -287,16 +292,18 @@ class GrammarAdmission:
     @staticmethod
     def _wanted(job: _Job) -> bool:
         """Whether anybody still waits for the job, whose turn has come."""
-        if job.timer is not None:
-            job.timer.cancel()
         if job.answer.done():
             return False
         if not job.waiters:
+            if job.timer is not None:
+                job.timer.cancel()
             job.answer.cancel()
             return False
         return True
 
     def _begin(self, helper: HelperProcess, job: _Job) -> _Trial:
+        if job.timer is not None:  # it waits until here, for a helper that has to be started too
+            job.timer.cancel()
         return _Trial(helper, self._spawn(self._ask(helper, job.spec)), time.monotonic())
 
     @staticmethod
@@ -320,12 +327,11 @@ class GrammarAdmission:
         )
 
     async def _ask(self, helper: HelperProcess, spec: GrammarSpec) -> Verdict:
-        """What the helper says; if it dies, that. It is ended then, so that a new one takes its place."""
+        """What the helper says; if it dies, that."""
         began = time.monotonic()
         try:
             verdict = await helper.judge(spec)
         except HelperDied:
-            await helper.kill()
             verdict = _verdict(
                 ErrorCode.EXECUTION_EXCEPTION,
                 "the process that checks grammars ended; send the request again",

@@ -208,8 +208,8 @@ class HelperProcess:
             raise
 
     async def judge(self, spec: GrammarSpec) -> Verdict:
-        """What becomes of a grammar. Raises HelperDied. Whoever stops waiting must `kill` the helper, whose next answer
-        would be to this question."""
+        """What becomes of a grammar. Raises HelperDied; the helper is not `alive` then, whatever is left of it. Whoever
+        stops waiting must `kill` the helper, whose next answer would be to this question."""
         reader, writer = self._reader, self._writer
         if reader is None or writer is None:
             raise HelperDied
@@ -220,6 +220,7 @@ class HelperProcess:
             return msgspec.msgpack.decode(await reader.readexactly(size), type=Verdict)
         # RuntimeError: what uvloop raises for a connection that it has closed because the other end is gone.
         except (OSError, EOFError, RuntimeError, msgspec.MsgspecError):
+            self._reader = None
             raise HelperDied from None
 
     async def kill(self) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rpc.grammar import GrammarKind, GrammarSpec
 from rpc.metrics import Registry
 from tests.integration.cluster import process_exists
 from tests.unit.engine.tiny_models import tiny_model
+from tests.unit.rpc.waiting import until
 
 GOOD = GrammarSpec(GrammarKind.REGEX, "[a-c]+x")
 LIMIT_S = 110.0
@@ -126,6 +128,30 @@ async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_d
         assert await helper._reader.read() == b""
         await admission.admit(GrammarSpec(GrammarKind.REGEX, "f+"), "regex")
         assert admission.template.starts == 2 and not process_exists(pid)
+
+        # While it hangs, a grammar whose helper dies is not called slow, and what waits for a new one has its limit.
+        admission.settings = replace(admission.settings, compile_timeout_s=0.5, queue_timeout_s=0.3)
+        for idle in (False, True):
+            template, pid = admission.template.pid, helper.pid
+            assert template is not None and pid is not None and helper._reader is not None
+            os.kill(template, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
+            if not idle:
+                asking = asyncio.create_task(refused(admission, GrammarSpec(GrammarKind.REGEX, "g+")))
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert admission._jobs and not admission._queue.qsize()
+            os.kill(pid, signal.SIGKILL)
+            if not idle:
+                error = await asking
+                assert error.code is ErrorCode.EXECUTION_EXCEPTION and error.metadata["cause"] == "helper_died"
+            else:
+                assert await helper._reader.read() == b""
+            error = await refused(admission, GrammarSpec(GrammarKind.REGEX, "h+"))
+            assert error.code is ErrorCode.ROUTER_QUEUE_TIMEOUT
+            os.kill(template, signal.SIGCONT)
+            await until(lambda: helper.alive, 20.0)
+            assert admission.template.starts == 2
         last = helper.pid
     assert last is not None and not process_exists(last)
 
