@@ -1,41 +1,21 @@
-"""Prompts for the load generator, all made from a seed so that a run can be repeated."""
+"""Prompts for the load generator, all made from a seed so that a run can be repeated. Those that are made of recorded
+files are in bench/recorded.py."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-DATASETS = ("random", "prefix_repetition", "custom")
+from bench.prompts import DatasetError, DatasetOptions, Prompt, ordinary_ids
+from bench.recorded import burstgpt, sharegpt, sonnet, timed_trace
 
+__all__ = ["DATASETS", "RECORDED", "DatasetError", "DatasetOptions", "Prompt", "load_tokenizer", "make_prompts"]
 
-class DatasetError(Exception):
-    """A data set that cannot be made; the message names the flag."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One request to send: token ids (for back ends that take them) and the text they stand for."""
-
-    token_ids: list[int]
-    text: str
-    output_tokens: int
-
-
-@dataclass(frozen=True)
-class DatasetOptions:
-    name: str
-    num_prompts: int
-    seed: int = 0
-    input_len: int = 256  # tokens
-    output_len: int = 64  # tokens
-    range_ratio: float = 0.0  # lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]
-    prefix_len: int = 0  # tokens shared by all prompts of one prefix (prefix_repetition: by num_prefixes groups)
-    num_prefixes: int = 8
-    path: str = ""
+RECORDED = {"sonnet": sonnet, "sharegpt": sharegpt, "burstgpt": burstgpt, "timed_trace": timed_trace}
+DATASETS = ("random", "prefix_repetition", "custom", *RECORDED)
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
@@ -55,6 +35,8 @@ def make_prompts(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
         return _prefix_repetition(options, tokenizer)
     if options.name == "custom":
         return _custom(options, tokenizer)
+    if options.name in RECORDED:
+        return RECORDED[options.name](options, tokenizer)
     raise DatasetError(f"--dataset-name {options.name}: known are {', '.join(DATASETS)}")
 
 
@@ -72,18 +54,13 @@ def _check(options: DatasetOptions) -> None:
         raise DatasetError(f"--random-range-ratio {options.range_ratio:g} must be from 0 to below 1")
 
 
-def _ordinary_ids(tokenizer: Tokenizer) -> list[int]:
-    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return [i for i in range(tokenizer.get_vocab_size()) if i not in special]
-
-
 def _length(rng: random.Random, length: int, ratio: float) -> int:
     return max(1, rng.randint(round(length * (1 - ratio)), round(length * (1 + ratio))))
 
 
 def _random(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
     rng = random.Random(options.seed)
-    ids = _ordinary_ids(tokenizer)
+    ids = ordinary_ids(tokenizer)
     prefix = rng.choices(ids, k=options.prefix_len)
     prompts = []
     for _ in range(options.num_prompts):
@@ -95,7 +72,7 @@ def _random(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
 
 def _prefix_repetition(options: DatasetOptions, tokenizer: Tokenizer) -> list[Prompt]:
     rng = random.Random(options.seed)
-    ids = _ordinary_ids(tokenizer)
+    ids = ordinary_ids(tokenizer)
     prefixes = [rng.choices(ids, k=options.prefix_len or options.input_len) for _ in range(options.num_prefixes)]
     prompts = []
     for i in range(options.num_prompts):

@@ -14,6 +14,8 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos import generation_pb2, generation_pb2_grpc
+
 GENERATION_SERVICE = "baton.v1.Generation"
 POLL_S = 0.2
 PAGE_TIMEOUT_S = 5.0
@@ -60,6 +62,30 @@ def first_model(base_url: str, api_key: str, timeout_s: float) -> str:
             if time.monotonic() > deadline:
                 raise NotReady(f"{base_url} was not ready within {timeout_s:g} s: {reason}")
             time.sleep(POLL_S)
+
+
+def model_length(base_url: str, api_key: str, model: str) -> int:
+    """Tokens of the longest sequence of the served model; 0 where the server does not say."""
+    try:
+        with httpx.Client(headers=_headers(api_key), timeout=PAGE_TIMEOUT_S, trust_env=False) as client:
+            models = client.get(base_url + "/v1/models").json()["data"]
+        return next(int(found["max_model_len"]) for found in models if found["id"] == model)
+    except (httpx.HTTPError, LookupError, TypeError, ValueError, StopIteration):
+        return 0
+
+
+def grpc_model_length(address: str, api_key: str, model: str) -> int:
+    """The same over gRPC; without a name that of the first model."""
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    with grpc.insecure_channel(address.removeprefix("http://"), options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub: Any = generation_pb2_grpc.GenerationStub(channel)
+        try:
+            models = stub.ListModels(
+                generation_pb2.ListModelsRequest(), timeout=PAGE_TIMEOUT_S, metadata=metadata
+            ).models
+        except grpc.RpcError:
+            return 0
+    return next((int(found.max_model_len) for found in models if model in ("", found.id)), 0)
 
 
 def wait_grpc_ready(address: str, timeout_s: float) -> None:

@@ -1,8 +1,9 @@
-"""`baton bench serve`: a load generator with a closed loop or Poisson arrivals.
+"""`baton bench serve`: a load generator with a closed loop, Poisson arrivals, or those of a trace.
 
 Without --request-rate every request is sent as soon as --max-concurrency allows (closed loop). With it, arrival times
 are drawn from a gamma process of that rate (--burstiness 1 is Poisson) before the run starts, and requests are sent at
-those times whatever the server does (open loop), except that --max-concurrency still caps them.
+those times whatever the server does (open loop), except that --max-concurrency still caps them. With --self-timed the
+times are those of the trace.
 """
 
 from __future__ import annotations
@@ -23,9 +24,27 @@ from pathlib import Path
 from typing import Any
 
 from bench.backends import BACKENDS, Backend, Target
-from bench.datasets import DATASETS, DatasetError, DatasetOptions, Prompt, load_tokenizer, make_prompts
+from bench.datasets import (
+    DATASETS,
+    RECORDED,
+    DatasetError,
+    DatasetOptions,
+    Prompt,
+    load_tokenizer,
+    make_prompts,
+)
+from bench.recorded import fitting
 from bench.results import LATENCIES, RequestResult, Slos, render, summarize
-from bench.router_facts import NotReady, counters, first_model, grown, topology, wait_grpc_ready
+from bench.router_facts import (
+    NotReady,
+    counters,
+    first_model,
+    grown,
+    grpc_model_length,
+    model_length,
+    topology,
+    wait_grpc_ready,
+)
 from rpc.version import version
 
 LATENESS_LIMIT_MS = 50.0  # send lateness p99 above which an open-loop run says nothing about the server
@@ -44,7 +63,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="", help="served model name (the first one)")
     p.add_argument("--tokenizer", default="", help="model folder (the embedded model)")
     p.add_argument("--dataset-name", choices=DATASETS, default="random", help="where prompts come from (%(default)s)")
-    p.add_argument("--dataset-path", default="", help="of custom: JSON lines with prompt and, if wanted, output_tokens")
+    p.add_argument(
+        "--dataset-path",
+        default="",
+        help="of custom: JSON lines with prompt and, if wanted, output_tokens; of sonnet, sharegpt, burstgpt and "
+        "timed_trace: the file as it is passed on",
+    )
     for name, short, default, what in (
         ("random-input-len", "input-len", 256, "tokens of a prompt, a shared prefix not counted"),
         ("random-output-len", "output-len", 64, "tokens of an answer at the most, and exactly with --ignore-eos"),
@@ -67,6 +91,30 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--prefix-repetition-num-prefixes", type=int, default=8, metavar="N", help="different beginnings (%(default)s)"
+    )
+    p.add_argument(
+        "--self-timed", action="store_true", help="of timed_trace: send each request at its time, in place of a rate"
+    )
+    p.add_argument(
+        "--timed-trace-chunk-hash-size",
+        type=int,
+        default=512,
+        metavar="N",
+        help="of timed_trace: tokens for which one hash id stands (%(default)s)",
+    )
+    p.add_argument(
+        "--timed-trace-sec-multiplier",
+        type=float,
+        default=0.001,
+        metavar="S",
+        help="of timed_trace: seconds in a unit of its time stamps (%(default)s)",
+    )
+    p.add_argument(
+        "--trace-length-scale",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="of timed_trace: factor of all lengths, to fit a small model (%(default)s)",
     )
     p.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests to send (%(default)s)")
     p.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf is a closed loop")
@@ -139,6 +187,10 @@ class Plan:
             raise ValueError(f"--max-concurrency {arguments.max_concurrency} must be at least 1")
         if arguments.num_warmups < 0:
             raise ValueError(f"--num-warmups {arguments.num_warmups} must be 0 or more")
+        if arguments.self_timed and arguments.dataset_name != "timed_trace":
+            raise ValueError(f"--self-timed: --dataset-name {arguments.dataset_name} has no times; timed_trace does")
+        if arguments.self_timed and math.isfinite(arguments.request_rate):
+            raise ValueError(f"--request-rate {arguments.request_rate:g} must be absent with --self-timed")
         try:
             extra_body = json.loads(arguments.extra_body)
         except ValueError:
@@ -230,7 +282,10 @@ async def _run(
     arguments: argparse.Namespace, plan: Plan, target: Target, warmups: list[Prompt], prompts: list[Prompt]
 ) -> tuple[dict[str, Any], list[RequestResult]]:
     backend = BACKENDS[plan.backend][0](target)
-    arrivals = arrival_times(len(prompts), arguments.request_rate, arguments.burstiness, arguments.seed)
+    if arguments.self_timed:
+        arrivals = [prompt.at_s for prompt in prompts]
+    else:
+        arrivals = arrival_times(len(prompts), arguments.request_rate, arguments.burstiness, arguments.seed)
     pages = plan.backend != "baton-grpc"
     try:
         for prompt in warmups:
@@ -330,19 +385,31 @@ def run(argv: list[str]) -> dict[str, Any]:
         prefix_len=arguments.random_prefix_len,
         num_prefixes=arguments.prefix_repetition_num_prefixes,
         path=arguments.dataset_path,
+        chunk_tokens=arguments.timed_trace_chunk_hash_size,
+        seconds_per_unit=arguments.timed_trace_sec_multiplier,
+        length_scale=arguments.trace_length_scale,
     )
     tokenizer = load_tokenizer(arguments.tokenizer)
-    prompts = make_prompts(options, tokenizer)
-    warmups: list[Prompt] = []
-    if arguments.num_warmups:
-        # Prompts of their own, so that the run finds nothing of them in a prefix cache.
-        own = dataclasses.replace(options, num_prompts=arguments.num_warmups, seed=arguments.seed + 1_000_003)
-        warmups = make_prompts(own, tokenizer)
+    prompts = made = make_prompts(options, tokenizer)
     if plan.backend == "baton-grpc":
         wait_grpc_ready(plan.base_url, arguments.ready_check_timeout_sec)
     else:
         served = first_model(plan.base_url, arguments.api_key, arguments.ready_check_timeout_sec)
         arguments.model = arguments.model or served
+    if arguments.dataset_name == "timed_trace":
+        read_length = grpc_model_length if plan.backend == "baton-grpc" else model_length
+        longest = read_length(plan.base_url, arguments.api_key, arguments.model)
+        prompts = fitting(made, longest)
+        if not prompts:
+            raise ValueError(f"--trace-length-scale {arguments.trace_length_scale:g}: none fits into {longest} tokens")
+    warmups: list[Prompt] = []
+    if arguments.num_warmups:
+        # Prompts of their own, so that the run finds nothing of them in a prefix cache.
+        own = dataclasses.replace(options, num_prompts=arguments.num_warmups, seed=arguments.seed + 1_000_003)
+        if arguments.dataset_name in RECORDED:
+            length, output = len(prompts[0].token_ids), prompts[0].output_tokens
+            own = DatasetOptions("random", own.num_prompts, own.seed, input_len=length, output_len=output)
+        warmups = make_prompts(own, tokenizer)
     target = Target(
         base_url=plan.base_url,
         endpoint=arguments.endpoint or BACKENDS[plan.backend][1],
@@ -356,10 +423,16 @@ def run(argv: list[str]) -> dict[str, Any]:
         itl_per_token=arguments.itl_mode == "token",
     )
     figures, results = asyncio.run(_run(arguments, plan, target, warmups, prompts))
+    if arguments.dataset_name == "timed_trace":
+        dropped = len(made) - len(prompts)
+        figures["baton"]["trace"] = {"dropped": dropped, "length_scale": arguments.trace_length_scale}
+        if dropped:
+            print(f"left out: {dropped} requests of the trace are longer than the model's context", file=sys.stderr)
     print(render(figures, plan.metrics, plan.percentiles))
     for error in sorted({r.error for r in results if r.error})[:ERRORS_SHOWN]:
         print(f"failed: {error}", file=sys.stderr)
-    if math.isfinite(arguments.request_rate) and figures["send_lateness_p99_ms"] > LATENESS_LIMIT_MS:
+    open_loop = math.isfinite(arguments.request_rate) or arguments.self_timed
+    if open_loop and figures["send_lateness_p99_ms"] > LATENESS_LIMIT_MS:
         print(
             f"invalid: requests were sent {figures['send_lateness_p99_ms']:.0f} ms late (p99); the load generator "
             "could not keep the rate",

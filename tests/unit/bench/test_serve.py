@@ -6,15 +6,18 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bench.backends import OpenAiCompletions, Target
 from bench.datasets import Prompt
-from bench.router_facts import counters, grown
+from bench.router_facts import counters, grown, grpc_model_length, model_length
 from bench.serve import Plan, arrival_times, main, parser, run, run_load
+from protos import generation_pb2, generation_pb2_grpc
 from tests.unit.bench.sse_server import DONE, SseServer, completion, event, final_usage, in_thread
 from tests.unit.router.tokenizer_folders import byte_level
 
@@ -139,6 +142,55 @@ def test_run_when_run_again_with_the_seed_then_the_same_requests(server: SseServ
     assert sorted(map(str, bodies)) == sorted(map(str, first))
 
 
+def test_run_when_a_trace_is_replayed_then_at_its_times_and_what_does_not_fit_is_left_out(
+    server: SseServer, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.pages["/v1/models"] = json.dumps({"data": [{"id": "served", "max_model_len": 100}]}).encode()
+    rows = [(0, 200, 4), (1000, 30, 4), (1100, 96, 4), (1250, 97, 4)]  # time, prompt, answer
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "input_length": size, "output_length": output, "hash_ids": [7]})
+            for at, size, output in rows
+        )
+    )
+    replay = ["--dataset-name", "timed_trace", "--dataset-path", str(file), "--self-timed"]
+    saved = ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    main(flags(server, tokenizer, *replay, *saved))  # its status may be about a slow machine
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert (record["completed"], record["failed"]) == (2, 0)
+    assert record["baton"]["trace"] == {"dropped": 2, "length_scale": 1.0}
+    assert "left out: 2 requests" in capsys.readouterr().err
+    warm_up, first, second = [tuple(r.body["prompt"]) for r in server.received]
+    assert (len(first), len(second)) == (30, 96)
+    assert second[:30] == first != warm_up
+    assert record["start_times"][1] >= 0.1
+
+
+def test_model_length_when_asked_over_either_way_then_that_of_the_model_or_unknown(server: SseServer) -> None:
+    server.pages["/v1/models"] = json.dumps({"data": [{"id": "a", "max_model_len": 5}, {"id": "b"}]}).encode()
+    assert [model_length(server.url, "", name) for name in ("a", "b", "c")] == [5, 0, 0]
+
+    class Models(generation_pb2_grpc.GenerationServicer):
+        def ListModels(
+            self, request: generation_pb2.ListModelsRequest, context: grpc.ServicerContext
+        ) -> generation_pb2.ListModelsResponse:
+            if ("authorization", "Bearer key") not in context.invocation_metadata():
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "no key")
+            models = [generation_pb2.Model(id="a", max_model_len=7), generation_pb2.Model(id="b", max_model_len=9)]
+            return generation_pb2.ListModelsResponse(models=models)
+
+    own = grpc.server(ThreadPoolExecutor(1))
+    generation_pb2_grpc.add_GenerationServicer_to_server(Models(), own)
+    address = f"http://127.0.0.1:{own.add_insecure_port('127.0.0.1:0')}"
+    own.start()
+    try:
+        assert [grpc_model_length(address, "key", name) for name in ("", "b", "c")] == [7, 9, 0]
+        assert grpc_model_length(address, "", "a") == 0
+    finally:
+        own.stop(None).wait()
+
+
 def test_run_when_requests_fail_then_counted_named_and_status_one(
     server: SseServer, tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +246,9 @@ async def test_counters_when_read_then_only_totals(server: SseServer) -> None:
         (["--goodput", "ttft"], "--goodput ttft"),
         (["--num-prompts", "0"], "--num-prompts 0"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere"),
+        (["--self-timed"], "--self-timed"),
+        (["--dataset-name", "timed_trace", "--self-timed", "--request-rate", "3"], "--request-rate 3"),
+        (["--dataset-name", "timed_trace"], "--dataset-path"),
     ],
 )
 def test_run_when_a_flag_is_wrong_then_one_line_names_it_before_anything_is_sent(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bench.serve import parser as bench_parser
 from cli import flags_doc
 from cli.up import parser as up_parser
 from rpc.errors import ErrorCode
@@ -40,8 +41,9 @@ def test_flags_page_has_each_setting_once() -> None:
 def test_pages_name_only_flags_that_exist() -> None:
     pages = (DOCS / "operations.md", DOCS / "architecture.md", README, DEPLOY)
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    own = {flag for action in up_parser()._actions for flag in action.option_strings}
-    # Of `baton status`, `baton health`, `baton bench serve`, Docker, Prometheus and `--config`, which is no setting.
+    parsers = (up_parser(), bench_parser())
+    own = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    # Of `baton status`, `baton health`, Docker, Prometheus and `--config`, which is no setting.
     others = {
         "--live",
         "--build",
@@ -52,11 +54,6 @@ def test_pages_name_only_flags_that_exist() -> None:
         "--target",
         "--watch",
         "--json",
-        "--goodput",
-        "--request-rate",
-        "--max-concurrency",
-        "--dataset-name",
-        "--num-prompts",
         "--storage",
     }
     unknown = set(FLAG.findall(text)) - known_flags() - own - others - {"--help", "--config"}
