@@ -96,7 +96,7 @@ def most_bytes(spec: GrammarSpec) -> int | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             characters = _parser.parse(spec.text).getwidth()[1]
-    except (re.error, RecursionError, OverflowError):
+    except (re.error, RecursionError, OverflowError, ValueError):  # the last one for flags that exclude each other
         return None
     if characters >= _parser.MAXREPEAT:
         return None
@@ -178,6 +178,8 @@ def _choices(value: Any, name: str) -> list[str]:
         raise wrong(name, f"{name} must be a list of strings, none of them empty")
     if len(value) > MAX_CHOICES:
         raise wrong(name, f"{name} has {len(value)} entries; at most {MAX_CHOICES} are allowed")
+    for item in value:
+        _whole(item, name)  # before they are written in a grammar, where only their numbers would be seen
     return list(value)
 
 
@@ -185,6 +187,10 @@ def _bounded(kind: GrammarKind, text: str, name: str) -> GrammarSpec:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise wrong(name, f"{name} is {size} bytes long; at most {MAX_GRAMMAR_BYTES} are allowed")
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise wrong(name, f"{name} has half a character (a lone surrogate)")
+    _whole(text, name)
     return GrammarSpec(kind, text)
+
+
+def _whole(text: str, name: str) -> None:
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise wrong(name, f"{name} has half a character (a lone surrogate)")

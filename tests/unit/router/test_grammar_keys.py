@@ -80,6 +80,7 @@ def test_grammar_when_none_is_asked_for_then_there_is_none(body: dict[str, Any])
         ({"choice": ["x"] * 10_001}, "choice"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "regex"),
         ({"regex": "\ud800"}, "regex"),
+        ({"choice": ["ä", "\ud800"]}, "choice"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -158,6 +159,7 @@ def test_texts_when_they_end_by_themselves_then_the_grammar_says_so(body: dict[s
         ("(a", None),
         (r"\u{1f600}", None),
         ("a" * 5000, None),
+        ("(?a)(?u)b", None),
         ("(" * 3000 + "a" + ")" * 1000, None),
     ],
 )
