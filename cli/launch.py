@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cli.process import LaunchError, LaunchStopped, LaunchTimeout, Process
+from router.settings import RouterSettings
+from rpc.settings import SettingsError
 
 __all__ = ["LaunchError", "LaunchStopped", "LaunchTimeout", "Launcher", "Process"]
 
@@ -83,6 +85,7 @@ class Launcher:
         """
         check_free("--port", self.host, self.port)
         check_free("--grpc-port", self.host, self.grpc_port)
+        self._check_router_flags()
         self.servers = [self._server("prefill", i, self.prefill_flags) for i in range(self.prefill_servers)]
         self.servers += [self._server("decode", i, self.decode_flags) for i in range(self.decode_servers)]
         try:
@@ -127,11 +130,26 @@ class Launcher:
         return Process(role, name, [*arguments, *self._log_flags(name), *self.server_flags, *flags], self.log)
 
     def _make_router(self) -> Process:
-        arguments = ["--model", self.model, "--host", self.host, "--drain-grace-secs", "0"]
-        arguments += ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
+        addresses: list[str] = []
         for server in self.servers:
-            arguments += [f"--{server.role}", server.ready["grpc"]]
-        return Process("router", "router", [*arguments, *self._log_flags("router"), *self.router_flags], self.log)
+            addresses += [f"--{server.role}", server.ready["grpc"]]
+        return Process("router", "router", self._router_arguments(addresses), self.log)
+
+    def _router_arguments(self, addresses: list[str]) -> list[str]:
+        arguments = ["--model", self.model, "--host", self.host, "--drain-grace-secs", "0"]
+        arguments += ["--port", str(self.port), "--grpc-port", str(self.grpc_port), *addresses]
+        return [*arguments, *self._log_flags("router"), *self.router_flags]
+
+    def _check_router_flags(self) -> None:
+        """Raises LaunchError for a flag or variable that the router would refuse.
+
+        It starts last, so that else one would hear of it when the servers have loaded their models. They look at their
+        own flags at once.
+        """
+        try:
+            RouterSettings.parse(self._router_arguments([]), {**os.environ, **self._environ()})
+        except SettingsError as error:
+            raise LaunchError(f"router: {error}") from None
 
     def _log_flags(self, name: str) -> list[str]:
         """Each process has a file of its own: two that rotate the same one would take it from each other."""

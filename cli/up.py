@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -117,6 +118,13 @@ def _mistake(arguments: argparse.Namespace) -> str:
     return ""
 
 
+def _command() -> str:
+    """How `baton` is called here: it may have been started by its path, from a folder that is not on the PATH."""
+    if shutil.which("baton"):
+        return "baton"
+    return shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "baton" else f"{shlex.quote(sys.executable)} -m cli"
+
+
 def _rank_flags(size: int) -> list[str]:
     """Of every server; flags that are given for servers come after these, and win."""
     return ["--tensor-parallel-size", str(size)] if size > 1 else []
@@ -193,10 +201,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"baton up: {error}", file=sys.stderr)
         return 1
     address = launcher.router.ready["http"]
+    baton = _command()
     launcher.say(
         f"\nBaton serves at http://{address}/v1\n"
-        f"  try:    baton chat --base-url http://{address}\n"
-        f"  status: baton status --base-url http://{address}\n"
+        f"  try:    {baton} chat --base-url http://{address}\n"
+        f"  status: {baton} status --base-url http://{address}\n"
         "  stop:   Ctrl-C"
     )
     try:

@@ -58,6 +58,7 @@ def test_help_of_a_command_then_its_flags(name: str, capsys: pytest.CaptureFixtu
         (["--port", "70000"], "--port 70000"),
         (["--port", "9000", "--grpc-port", "9000"], "--port and --grpc-port"),
         (["--server-flags", "'"], "--server-flags"),
+        (["--port", "0", "--grpc-port", "0", "--router-flags=--policy lucky"], "--policy 'lucky'"),
         (["--model", "/no/such/model"], "/no/such/model"),
     ],
 )
@@ -95,3 +96,20 @@ def test_check_free_when_the_port_is_busy_then_flag_and_port_are_named() -> None
             check_free("--port", "127.0.0.1", port)
     check_free("--port", "127.0.0.1", port)
     check_free("--port", "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("on_path", "called", "said"),
+    [
+        ("/usr/bin/baton", "/opt/baton/bin/baton", "baton"),
+        (None, ".venv/bin/baton", ".venv/bin/baton"),
+        (None, "/opt/my baton/bin/baton", "'/opt/my baton/bin/baton'"),
+        (None, "/opt/cli/__main__.py", f"{sys.executable} -m cli"),
+    ],
+)
+def test_up_when_it_names_other_commands_then_as_they_can_be_called_here(
+    on_path: str | None, called: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: on_path)
+    monkeypatch.setattr(sys, "argv", [called, "up"])
+    assert up._command() == said
