@@ -96,9 +96,17 @@ def test_start_when_a_process_is_too_slow_then_said_and_nothing_is_left(launcher
     assert [process.alive() for process in launcher.processes] == [False]
 
 
-def test_start_when_a_process_refuses_its_flags_then_its_own_line_is_the_message(launcher: Launcher) -> None:
+def test_start_when_the_router_would_refuse_its_flags_then_nothing_is_started(launcher: Launcher) -> None:
     launcher.router_flags = ["--policy", "best"]
-    with pytest.raises(LaunchError, match=r"router ended with status 2: .*--policy 'best'"):
+    with pytest.raises(LaunchError, match=r"router: --policy 'best'"):
+        launcher.start()
+    assert launcher.processes == []
+
+
+def test_start_when_a_process_refuses_its_flags_then_its_own_line_is_the_message(launcher: Launcher) -> None:
+    # The value of a flag is well-formed, and only the process itself finds out that it cannot do it.
+    launcher.router_flags = ["--access-log-path", "/no/such/folder/log"]
+    with pytest.raises(LaunchError, match=r"router ended with status \d: .*--access-log-path /no/such/folder/log"):
         launcher.start()
 
 
