@@ -88,18 +88,18 @@ class Follower:
         whatever a step of this rank raises.
         """
         # Rank 0 has yet to tell the front, and to settle; its first frame ends the start.
-        deadline: float | None = max(start_deadline(self.rank.config), time.monotonic() + self._port.timeout_s)
+        deadline = max(start_deadline(self.rank.config), time.monotonic() + self._port.timeout_s)
         while True:
             frame = self._port.receive(deadline)
-            if frame is None:
+            if frame is None:  # an agent with much to say does not make rank 0 any less silent
                 self._wakeup.clear()
                 self._tell()
                 continue
-            deadline = None
             if not self._do(frame):
                 break
             self._hand_over()
             self._tell(pong=frame.seq if frame.heartbeat else 0)
+            deadline = time.monotonic() + self._port.timeout_s
         self.rank.runner.release()
 
     def _do(self, frame: FollowerFrame) -> bool:
