@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,12 +94,13 @@ class Puller:
         self._jobs: dict[str, Job] = {}
         self._renewals: dict[str, tuple[KvSourceRef, asyncio.Task[None]]] = {}
         self._kept: dict[str, _Kept] = {}
+        self._holds: dict[str, asyncio.Task[None]] = {}  # renewals of leases of a load that no stream renews
 
     # ---- commands of the engine
 
     def keep_alive(self, key: str, source: KvSourceRef) -> None:
         if key not in self._renewals and key not in self._jobs:
-            self._renewals[key] = (source, self._spawn(self._renew(key, source)))
+            self._renewals[key] = (source, self._spawn(self._renew(key, source, None)))
 
     def forget(self, key: str) -> None:
         kept = self._renewals.pop(key, None)
@@ -128,6 +130,7 @@ class Puller:
         except BatonError as error:
             job.fail(error)
         self._jobs[key] = job
+        self._hold(job, [leg for leg in job.legs if not leg.reads])
         job.task = self._spawn(self._run(job))
         # Not in the task itself: one that is cancelled before its first step runs nothing of its body.
         job.task.add_done_callback(lambda _: self._end(job))
@@ -178,6 +181,7 @@ class Puller:
         for key, kept in list(self._kept.items()):
             if kept.until <= now:
                 del self._kept[key]
+                self._let_go(key)
         self.peers.look_after()
 
     def next_tick_in(self) -> float:
@@ -319,12 +323,19 @@ class Puller:
             self._keep(job, generations, now)
         elif error.code not in _NOT_OURS and job.legs:
             self._release_all(job.key, job.source, generations, error)
+        else:
+            self._let_go(job.key)
         # With ipc, bytes that were read late may be those of another request.
         foreign = any(leg.transport == IPC and leg.sent for leg in job.legs)
         return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign, job.transport)
 
     def _keep(self, job: Job, generations: dict[str, int | None], now: float) -> None:
-        """Says nothing to P yet. What is kept is forgotten when P's own clock has ended the lease."""
+        """Says nothing to P yet. What is kept is forgotten when P's own clock has ended the lease; of one of several
+        ranks it is renewed until the slowest of them has ended its part, and the engine says what becomes of it."""
+        if job.together:
+            self._kept[job.key] = _Kept(job.source, generations, math.inf)
+            self._hold(job, job.legs)
+            return
         lease_s = max((self.peers.get(leg.address).lease_seconds for leg in job.legs), default=0.0)
         self._kept[job.key] = _Kept(job.source, generations, now + (lease_s or self._settings.lease_seconds))
 
@@ -372,6 +383,7 @@ class Puller:
     def _release_all(
         self, key: str, source: KvSourceRef, generations: Mapping[str, int | None], error: BatonError | None
     ) -> None:
+        self._let_go(key)
         for address, generation in generations.items():
             request = pb.ReleaseRequest(
                 reference=reference(key, source, generation),
@@ -389,12 +401,27 @@ class Puller:
         except BatonError as error:
             _log.info("release of %s at %s: %s", request.reference.request_key, address, error)
 
-    # ---- leases of queued requests
+    # ---- leases that no stream renews: of queued requests, and of a load's other ranks
 
-    async def _renew(self, key: str, source: KvSourceRef) -> None:
-        """Until cancelled. An unknown key is no failure: P may not have admitted the request yet."""
-        legs = make_legs(self._identity, source, {})
-        lease_s = self._settings.lease_seconds
+    def _hold(self, job: Job, legs: Sequence[Leg]) -> None:
+        """Renews the leases of these legs alone until `_let_go`: of ranks with copies of what is read elsewhere, and of
+        those that have been read while other ranks' loads go on."""
+        self._let_go(job.key)
+        if legs:
+            self._holds[job.key] = self._spawn(self._renew(job.key, job.source, legs))
+
+    def _let_go(self, key: str) -> None:
+        task = self._holds.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    async def _renew(self, key: str, source: KvSourceRef, loaded: Sequence[Leg] | None) -> None:
+        """Until cancelled. An unknown key is no failure: P may not have admitted the request yet. loaded: legs of an
+        open load; None: the request is queued."""
+        legs = make_legs(self._identity, source, {}) if loaded is None else loaded
+        lease_s = own_s = self._settings.lease_seconds
+        if loaded is not None:
+            lease_s = min(self.peers.get(leg.address).lease_seconds or own_s for leg in legs)
         while True:
             await asyncio.sleep(lease_s / 3)
             for leg in legs:
@@ -403,7 +430,8 @@ class Puller:
                         continue
                     peer = await self.peers.ready(leg.address, source.engine_id)
                     lease_s = peer.lease_seconds
-                    await self.peers.renew(leg.address, reference(key, source, None))
+                    named = reference(key, source, leg.generation)
+                    await self.peers.renew(leg.address, named, reading=loaded is not None)
                 except BatonError as error:
                     _log.debug("renewal of %s at %s: %s", key, leg.address, error)
 

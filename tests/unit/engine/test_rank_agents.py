@@ -305,6 +305,27 @@ def test_lease_when_nobody_comes_then_it_expires_once_for_all_ranks() -> None:
         assert [(item.labels, item.value) for item in counted] == [({"cause": "never_loaded"}, 1)]
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "heads", "slow"), [(2, 1, 1, 0), (2, 2, 4, 1)])
+def test_lease_when_a_rank_waits_for_the_load_of_another_then_it_lives_as_long_as_that(
+    prefill_tp: int, decode_tp: int, heads: int, slow: int
+) -> None:
+    """A rank of P whose copies are read elsewhere, or whose KV was read first, is let go with the others, and not
+    before: a reload would need it, and its lease has not expired."""
+    lasting = settings(lease_seconds=1.5)
+    pair = make_pair(prefill_tp, decode_tp, heads, agent_settings=lasting)
+    with servers(*pair) as (prefill, decode):
+        faults.arm(f"cache_store.send_piece:delay=4,layer=1,times=1,rank={slow}")
+        whole = whole_of(heads, len(SOURCE))
+        prefill.put(SOURCE, whole)
+        decode.load(prefill.source, KEY, TARGET)
+        prefill.stage(KEY, SOURCE)
+        decode.load_done()
+        assert decode.holds(TARGET, whole)
+        ended = prefill.lease_ended()
+        assert (ended.outcome, ended.cause) == ("released", "")
+        assert not [item for item in prefill.observed() if item.name == "baton_kv_lease_expirations_total"]
+
+
 def test_keep_alive_when_the_request_is_queued_then_the_lease_of_every_rank_is_renewed() -> None:
     limits = settings(lease_seconds=0.6)
     with servers(*make_pair(2, 2, agent_settings=limits)) as (prefill, decode):
