@@ -1,22 +1,19 @@
 """The stage clock: where a request spent its time on one process.
 
-A request runs through a fixed list of stages. One function runs a stage (`run_stage`, or the context manager
-`in_stage` for bodies that yield): check whether to stop, `next_stage()`, body, `finish_stage()`. A body never
-advances the clock itself. Seconds come from one monotonic clock of one process; the clock is injected.
+A request runs through a fixed list of stages. One function runs a stage, the context manager `in_stage`: check whether
+to stop, `next_stage()`, body, `finish_stage()`. A body never advances the clock itself. Where a stage ends with an
+event and not with a block of code, the one object that takes the event in does the same (`enter_stage`). Seconds come
+from one monotonic clock of one process; the clock is injected.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
-
-T = TypeVar("T")
 
 PREFILL_STAGES = ("admit", "queue", "match", "compute", "sample", "publish", "held")
 DECODE_STAGES = ("admit", "prepare", "allocate", "load", "wait_to_run", "generate", "release")
@@ -185,40 +182,3 @@ def in_stage(clock: StageClock, stop: StopCheck | None = None) -> Iterator[str]:
         raise
     finally:
         clock.finish_stage()
-
-
-async def run_stage(clock: StageClock, body: Callable[[], Awaitable[T]], stop: StopCheck | None = None) -> T:
-    """Runs `body` as the next stage and returns its result; its time is booked also when it raises."""
-    with in_stage(clock, stop):
-        return await body()
-
-
-async def run_stage_with_retry(
-    clock: StageClock,
-    body: Callable[[], Awaitable[T]],
-    *,
-    attempts: int,
-    timeout_s: float,
-    interval_s: float,
-    retry_on: Callable[[BatonError], bool],
-    stop: StopCheck | None = None,
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    now: Callable[[], float] = time.monotonic,
-) -> T:
-    """Runs `body` as the next stage, again while it fails with an error that `retry_on` accepts.
-
-    At most `attempts` further attempts, begun within `timeout_s` of the first, `interval_s` apart. Raises the
-    last attempt's error, or that of `stop`.
-    """
-    give_up_at = now() + timeout_s
-    for attempt in range(attempts + 1):
-        try:
-            return await run_stage(clock, body, stop)
-        except BatonError as error:
-            if attempt == attempts or now() + interval_s > give_up_at or not retry_on(error):
-                raise
-        began = now()
-        await sleep(interval_s)
-        clock.add_retry_wait(now() - began)
-        clock.restore_stage()
-    raise AssertionError("unreachable")

@@ -212,6 +212,35 @@ def test_stages_when_a_request_is_loaded_then_each_has_its_time():
     assert [event.name for event in engine.last("a").events] == ["load_complete", "first_step"]
 
 
+@pytest.mark.invariant("RPC-1")
+@pytest.mark.parametrize("retries", [0, 1, 4])
+def test_stages_when_a_reservation_is_tried_again_then_the_waits_stand_apart_and_each_bucket_is_exact(retries):
+    engine = decode_engine(num_blocks=6, reserve_timeout_s=60.0, reserve_interval_s=1.0)
+    engine.add("a", PROMPT, RunMode.DECODE, max_tokens=1)
+    engine.step()
+    if not retries:
+        engine.load_done("a")
+    engine.add("b", PROMPT[::-1], RunMode.DECODE, max_tokens=3)
+    engine.wait(0.05)
+    engine.step()
+    for number in range(retries):
+        assert "b" not in engine.outputs
+        if number == retries - 1:
+            engine.load_done("a")  # which ends it, and gives its blocks back
+        engine.wait(1.5)
+        engine.step()
+    assert engine.outputs["b"][0].reserved
+    engine.wait(2.0)
+    engine.load_done("b")
+    engine.wait(0.25)
+    engine.run()
+    stages = {"prepare": 0.0, "allocate": 0.05, "load": 2.0, "wait_to_run": 0.25, "generate": 1.0, "release": 0.0}
+    assert engine.last("b").stages == pytest.approx(stages)
+    assert engine.counts.get("stage_retries_total:allocate", 0) == retries
+    assert engine.counts.get("stage_retry_wait_seconds:allocate", 0) == pytest.approx(1.5 * retries)
+    engine.assert_clean()
+
+
 # -- failed loads -----------------------------------------------------------------------------------------------
 
 

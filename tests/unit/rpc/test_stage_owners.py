@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("rpc", "router", "front", "prefill_server", "decode_server", "cache_store", "engine", "cli")
-ADVANCES = frozenset(("next_stage", "finish_stage", "restore_stage", "enter_stage", "in_stage", "run_stage"))
+ADVANCES = frozenset(("next_stage", "finish_stage", "restore_stage", "enter_stage", "in_stage"))
 # Stages that end with an event of another process or of an engine step are advanced by the one object that takes the
 # event in; all others are blocks of code under `in_stage`.
 OWNERS = {
@@ -36,21 +36,12 @@ def functions_of(tree: ast.Module) -> dict[str, list[ast.stmt]]:
 
 
 def stage_bodies(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
-    """What runs inside a stage: bodies of `with in_stage(…)`, and functions that are handed to `run_stage…`, by name or
-    as a method."""
-    functions = functions_of(tree)
+    """What runs inside a stage: bodies of `with in_stage(…)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With | ast.AsyncWith):
             calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
             if any(name_of(call) == "in_stage" for call in calls):
                 yield f"line {node.lineno}", node.body
-        if isinstance(node, ast.Call) and name_of(node).startswith("run_stage"):
-            for argument in node.args[1:]:
-                name = argument.attr if isinstance(argument, ast.Attribute) else getattr(argument, "id", "")
-                if name in functions:
-                    yield name, functions[name]
-                elif isinstance(argument, ast.Lambda):
-                    yield f"line {node.lineno}", [ast.Expr(argument.body)]
 
 
 def manual_calls(source: str) -> list[str]:
@@ -104,11 +95,10 @@ def test_stages_when_they_are_advanced_then_only_by_their_owners() -> None:
     [
         "with in_stage(clock):\n    work()\n    clock.next_stage()",
         "with in_stage(clock, stop) as name:\n    if name:\n        self._clock.finish_stage()",
-        "async def body():\n    clock.restore_stage()\nasync def run():\n    await run_stage(clock, body)",
-        "async def run():\n    await run_stage_with_retry(clock, lambda: clock.next_stage(), attempts=1)",
+        "async def run():\n    with in_stage(clock):\n        await work(lambda: clock.restore_stage())",
         "with in_stage(clock):\n    with in_stage(clock):\n        pass",
         "class A:\n async def body(self):\n  self.clock.next_stage()\n async def run(self):\n"
-        "  await run_stage(self.clock, self.body)",
+        "  with in_stage(self.clock):\n   await self.body()",
         "def further():\n    clock.finish_stage()\ndef work():\n    further()\nwith in_stage(clock):\n    work()",
     ],
 )

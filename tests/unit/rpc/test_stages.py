@@ -18,8 +18,6 @@ from rpc.stages import (
     StageClock,
     StopCheck,
     in_stage,
-    run_stage,
-    run_stage_with_retry,
 )
 
 LISTS = [PREFILL_STAGES, DECODE_STAGES, ROUTER_STAGES, *((leg,) for leg in ROUTER_LEG_STAGES)]
@@ -31,9 +29,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.mark.invariant("RPC-1")
@@ -48,16 +43,14 @@ def test_finish_has_the_documented_number(stages: Sequence[str], finish: int) ->
 
 @pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize("stages", LISTS)
-async def test_each_stage_gets_its_own_time(stages: Sequence[str]) -> None:
+def test_each_stage_gets_its_own_time(stages: Sequence[str]) -> None:
     time = Clock()
     clock = StageClock(stages, time)
-
-    async def body(seconds: float) -> None:
-        time.now += seconds
-
-    for number, _ in enumerate(stages):
+    for number, name in enumerate(stages):
         time.now += 0.5  # between stages: belongs to none
-        await run_stage(clock, lambda number=number: body(number))
+        with in_stage(clock) as entered:
+            assert entered == name
+            time.now += number
     clock.finish()
     assert clock.seconds() == {name: float(number) for number, name in enumerate(stages)}
     assert list(clock.seconds()) == list(stages)
@@ -123,70 +116,24 @@ def test_error_in_a_stage_books_its_time_and_names_it() -> None:
 
 @pytest.mark.invariant("RPC-1")
 @pytest.mark.parametrize("failures", [0, 1, 5])
-async def test_retries_add_up_in_the_stage_and_sleeps_stand_apart(failures: int) -> None:
+def test_retries_add_up_in_the_stage_and_sleeps_stand_apart(failures: int) -> None:
     time = Clock()
     clock = StageClock(DECODE_STAGES, time)
     clock.next_stage()
     clock.next_stage()
-    attempts = 0
-
-    async def reserve() -> str:
-        nonlocal attempts
-        attempts += 1
-        time.now += 1
-        if attempts <= failures:
-            raise BatonError(ErrorCode.MALLOC_FAILED)
-        return "blocks"
-
-    result = await run_stage_with_retry(
-        clock, reserve, attempts=10, timeout_s=100, interval_s=0.25,
-        retry_on=lambda error: error.code is ErrorCode.MALLOC_FAILED, sleep=time.sleep, now=time,
-    )  # fmt: skip
+    for attempt in range(failures + 1):
+        with in_stage(clock) as stage:
+            assert stage == "allocate"
+            time.now += 1
+        if attempt < failures:
+            time.now += 0.25
+            clock.add_retry_wait(0.25)
+            clock.restore_stage()
     clock.finish()
-    assert result == "blocks"
     assert clock.seconds()["allocate"] == failures + 1
     assert clock.retries() == ({"allocate": failures} if failures else {})
     assert clock.retry_waits() == ({"allocate": 0.25 * failures} if failures else {})
     assert sum(clock.seconds().values()) + sum(clock.retry_waits().values()) <= clock.total()
-
-
-@pytest.mark.parametrize(
-    ("attempts", "timeout_s", "calls"), [(0, 100.0, 1), (3, 100.0, 4), (100, 0.0, 1), (100, 5.0, 4)]
-)
-async def test_retries_end_at_their_number_and_at_their_time(attempts: int, timeout_s: float, calls: int) -> None:
-    time = Clock()
-    clock = StageClock(DECODE_STAGES, time)
-    made = 0
-
-    async def body() -> None:
-        nonlocal made
-        made += 1
-        time.now += 0.6
-        raise BatonError(ErrorCode.MALLOC_FAILED)
-
-    with pytest.raises(BatonError):
-        await run_stage_with_retry(
-            clock, body, attempts=attempts, timeout_s=timeout_s, interval_s=1.0,
-            retry_on=lambda error: True, sleep=time.sleep, now=time,
-        )  # fmt: skip
-    assert made == calls
-
-
-async def test_error_that_a_retry_cannot_help_ends_it_at_once() -> None:
-    clock = StageClock(DECODE_STAGES, Clock())
-    made = 0
-
-    async def body() -> None:
-        nonlocal made
-        made += 1
-        raise BatonError(ErrorCode.INVALID_PARAMS)
-
-    with pytest.raises(BatonError):
-        await run_stage_with_retry(
-            clock, body, attempts=5, timeout_s=9, interval_s=0,
-            retry_on=lambda error: error.spec.retryable,
-        )  # fmt: skip
-    assert made == 1
 
 
 @pytest.mark.parametrize(
@@ -197,18 +144,14 @@ async def test_error_that_a_retry_cannot_help_ends_it_at_once() -> None:
         (False, True, ErrorCode.CANCELLED),
     ],
 )
-async def test_stop_is_looked_at_before_the_stage_and_the_deadline_comes_first(
+def test_stop_is_looked_at_before_the_stage_and_the_deadline_comes_first(
     late: bool, cancelled: bool, code: ErrorCode
 ) -> None:
     time = Clock()
     deadline = Deadline.after(0 if late else 10, time)
     clock = StageClock(PREFILL_STAGES, time)
-
-    async def body() -> None:
+    with pytest.raises(BatonError) as caught, in_stage(clock, StopCheck(deadline, lambda: cancelled)):
         raise AssertionError("the body must not run")
-
-    with pytest.raises(BatonError) as caught:
-        await run_stage(clock, body, StopCheck(deadline, lambda: cancelled))
     assert caught.value.code is code
     assert clock.stage == "start"
     assert clock.seconds() == {}
