@@ -174,6 +174,7 @@ def _serve(
 
             name = f"{config.role}-{ready.engine_id[:8]}"
             core.profiler = StepProfiler(Path(config.profile_dir), name, config.profile_max_seconds, wakeup.wake)
+            core.profiler.prepare()
         _settle(config)
         outbox.send(msgspec.msgpack.encode(EngineEnvelope(ready=ready)))
         _log.info("engine ready", extra={"blocks": ready.num_blocks, "load_seconds": round(ready.load_seconds, 3)})

@@ -83,8 +83,19 @@ class StepProfiler:
         self._waiting: int | None = None  # the order to stop that waits for its file
         self._news: list[ProfileNews] = []
 
+    def prepare(self) -> None:
+        """Records nothing. The first time takes seconds, in which no step could be computed; so it is before the first
+        request."""
+        try:
+            recording = self._make()
+            recording.start()
+            recording.stop()
+        except Exception as error:
+            _failed("profiles cannot be recorded", error)
+
     def order(self, order: ProfileOrder) -> None:
         """Starts or stops; the answer comes with `turn`."""
+        self._keep_limit()
         try:
             if order.start:
                 self._start()
@@ -96,11 +107,7 @@ class StepProfiler:
 
     def turn(self) -> list[ProfileNews]:
         """Between two steps: ends a trace whose time is over, and gives what there is to tell."""
-        if self._recording is not None and self._clock() - self._began >= self._max_s:
-            try:
-                self._end(by_limit=True)
-            except BatonError as error:
-                _log.error("the profile was lost: %s", error, extra={"code": error.code.name})
+        self._keep_limit()
         trace = self._trace
         if self._waiting is not None and trace is not None and trace.news is not None:
             self._news.append(ProfileNews(self._waiting, *_parts(trace.news)))
@@ -113,6 +120,13 @@ class StepProfiler:
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.stop()
+
+    def _keep_limit(self) -> None:
+        if self._recording is not None and self._clock() - self._began >= self._max_s:
+            try:
+                self._end(by_limit=True)
+            except BatonError as error:
+                _log.error("the profile was lost: %s", error, extra={"code": error.code.name})
 
     def _start(self) -> None:
         if self._recording is not None or self._waiting is not None:

@@ -136,6 +136,30 @@ def test_recording_when_its_time_is_over_then_it_ends_by_itself_and_the_next_sto
     bench.profiler.close()
 
 
+def test_orders_when_the_time_is_over_and_no_step_came_since_then_they_find_the_recording_ended(tmp_path: Path) -> None:
+    made: list[Recorded] = []
+
+    def make() -> Recorded:
+        made.append(Recorded())
+        made[-1].let_go.clear()
+        return made[-1]
+
+    bench = Bench(tmp_path, make)
+    bench.profiler.prepare()
+    assert made.pop().moves == ["start", "stop"]
+    bench.ask(start=True)
+    bench.now += 5.5
+    error = bench.ask(start=True).error  # comes before the turn
+    assert error is not None and "being written" in error.message
+    made[0].let_go.set()
+    assert bench.woken.wait(WAIT_S)
+    assert bench.ask(start=True).error is None
+    bench.now += 5.5
+    made[1].let_go.set()
+    stopped = bench.ask(start=False)
+    assert (stopped.error, stopped.by_limit) == (None, True)
+
+
 @pytest.mark.parametrize("place", ["start", "stop", "export"])
 def test_profile_when_the_profiler_or_the_disk_fails_then_it_is_a_typed_error_and_another_may_begin(
     tmp_path: Path, place: str
