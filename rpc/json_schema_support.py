@@ -129,6 +129,9 @@ def _check_whole(schema: Mapping[str, Any], at: str, root: Any, budget: SchemaBu
                 raise UnsupportedSchema(f"{at}/{beside}", f"{beside} beside {key} cannot be kept to")
     if "const" in schema and "enum" in schema:
         raise UnsupportedSchema(f"{at}/enum", "enum beside const cannot be kept to")
+    for key in ("anyOf", "oneOf"):
+        if key in schema and not schema[key]:
+            raise UnsupportedSchema(f"{at}/{key}", f"{key} has no entry, so no value fits it")
     if "allOf" in schema and (not isinstance(schema["allOf"], Sequence) or len(schema["allOf"]) != 1):
         raise UnsupportedSchema(f"{at}/allOf", "allOf can have one entry only; write its parts into one schema")
     try:

@@ -28,6 +28,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"minimum": 5}, "/minimum"),
     ({"properties": {"a": {}}}, "/properties"),
     ({"allOf": [{"type": "integer"}, {"type": "integer"}]}, "/allOf"),
+    ({"anyOf": []}, "/anyOf"),
+    ({"type": "array", "items": {"oneOf": []}}, "/items/oneOf"),
     ({"anyOf": [{"type": "integer"}], "minimum": 3}, "/minimum"),
     ({"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": {"type": "integer"}}}, "/minimum"),
     ({"$ref": "https://example.org/schema"}, "/$ref"),
