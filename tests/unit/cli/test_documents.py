@@ -73,7 +73,19 @@ def test_operations_page_names_codes_with_their_numbers() -> None:
         assert int(ErrorCode[name]) == int(number), name
 
 
-def test_pages_that_are_linked_exist() -> None:
+def anchors(page: Path) -> set[str]:
+    """Those that a viewer of Markdown makes of the headings: small letters, no punctuation, dashes for blanks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pages_and_headings_that_are_linked_exist() -> None:
+    found = 0
     for page in (*DOCS.glob("*.md"), README, DEPLOY):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).is_file(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            linked = page.parent / target if target else page
+            assert linked.is_file(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name}: {target}#{anchor}"
+            found += 1
+    assert found > 20
