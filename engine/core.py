@@ -145,14 +145,14 @@ class EngineCore:
             return
         self.stopping = True
         fault("engine.stop", rank=0)
-        skipped = len(self.scheduler.batcher.running)
+        skipped, kind = self.scheduler.batcher.next_step()
         if skipped:
-            _log.info("the next step is skipped: the engine stops", extra={"requests": skipped})
+            _log.info("the next step is skipped: the engine stops", extra={"requests": skipped, "kind": kind})
         self.scheduler.end_all(
             BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; send the request to another one")
         )
         if self.hub is not None:
-            self.hub.stop(skipped)
+            self.hub.stop(skipped, kind)
 
     # -- a step ---------------------------------------------------------------------------------------------
 

@@ -112,9 +112,9 @@ class Follower:
             fault("engine.rest", rank=self.rank.config.rank)
         if frame.stop:
             fault("engine.stop", rank=self.rank.config.rank)
-            requests = frame.skipped + (len(frame.step.rows) if frame.step is not None else 0)
-            if requests:
-                _log.info("the next step is skipped: the engine stops", extra={"requests": requests, "seq": frame.seq})
+            if frame.skipped:
+                what = {"requests": frame.skipped, "kind": frame.skipped_kind, "seq": frame.seq}
+                _log.info("the next step is skipped: the engine stops", extra=what)
             return False
         if frame.step is not None:
             self._compute(frame.step)

@@ -147,12 +147,12 @@ class Hub:
         """How long a loop that has nothing to compute may sleep before the next `heartbeat`."""
         return max(0.0, self._sent_at + self._heartbeat_s - self._clock())
 
-    def stop(self, skipped: int = 0) -> None:
-        """Has every follower leave after this. skipped: requests that the next step would have computed. A second call
-        does nothing, and so does one after a failure."""
+    def stop(self, skipped: int = 0, kind: str = "") -> None:
+        """Has every follower leave after this. skipped: requests that the next step would have computed; kind: of that
+        step. A second call does nothing, and so does one after a failure."""
         if not self._stopped and self.failure is None:
             self._stopped = True
-            self._send(FollowerFrame(self._next(), stop=True, skipped=skipped))
+            self._send(FollowerFrame(self._next(), stop=True, skipped=skipped, skipped_kind=kind))
 
     def close(self) -> None:
         """Lets go of the connections, which ends the followers. A second call does nothing."""

@@ -74,8 +74,9 @@ class FollowerFrame(msgspec.Struct, omit_defaults=True):
     calls: list[AgentCall] = []
     step: StepOrder | None = None
     heartbeat: bool = False  # asks for a `pong` of this number
-    stop: bool = False  # nothing comes after this frame; a step in it is skipped by every rank
+    stop: bool = False  # nothing comes after this frame, which has no step
     skipped: int = 0  # with `stop`: requests that would have been computed next
+    skipped_kind: str = ""  # … and the kind of that step
 
 
 class RankFrame(msgspec.Struct, omit_defaults=True):

@@ -88,6 +88,14 @@ class Batcher:
 
     # -- the batch ------------------------------------------------------------------------------------------
 
+    def next_step(self) -> tuple[int, str]:
+        """Requests that have a seat, and the kind of the step that they would make; nothing changes."""
+        seated = len(self.running)
+        prompts = sum(request.prefilling for request in self.running)
+        if not prompts:
+            return seated, "decode" if seated else ""
+        return seated, "mixed" if prompts < seated else "prefill"
+
     def form(self) -> StepPlan:
         """The next step; without rows when nothing can run."""
         plan = StepPlan()

@@ -414,6 +414,24 @@ def test_stats_when_requests_are_open_then_they_count_them():
         assert isinstance(BatonError(ErrorCode.SERVER_DRAINING), BatonError)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "steps", "expected"),
+    [((45,), 1, (1, "prefill")), ((1,), 1, (1, "decode")), ((1, 45), 1, (2, "mixed")), ((), 0, None)],
+)
+def test_stop_when_there_is_something_to_compute_then_the_skipped_step_and_its_kind_are_logged(
+    prompts, steps, expected, caplog
+):
+    with RealEngine(max_num_batched_tokens=16) as engine, caplog.at_level("INFO"):
+        for number, length in enumerate(prompts):
+            engine.add(f"r{number}", PROMPT[:length], max_tokens=50)
+        for _ in range(steps):
+            engine.step()
+        engine.core.handle(FrontMessage(shutdown=True))
+        engine.step()
+        found = [(each.requests, each.kind) for each in caplog.records if "step is skipped" in each.message]
+        assert found == ([] if expected is None else [expected])
+
+
 def test_handover_when_the_prompt_comes_out_not_finite_then_it_fails_and_no_later_request_gets_any_of_it(reference):
     with pair(prefill={"max_num_batched_tokens": 16}) as (p, d):
         norm = p.core.runner.model.layers[1].attention_norm

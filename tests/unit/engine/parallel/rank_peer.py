@@ -28,8 +28,7 @@ def main() -> int:
             frame = port.receive()
             assert frame is not None
             if frame.stop:
-                rows = len(frame.step.rows) if frame.step is not None else 0
-                print(f"stopped: skipped {frame.skipped + rows}", flush=True)
+                print(f"stopped: skipped {frame.skipped} of {frame.skipped_kind}", flush=True)
                 return 0
             seen = [Observation("wipes", {}, len(frame.wipes)), Observation("calls", {}, len(frame.calls))]
             if frame.step is not None:

@@ -117,11 +117,11 @@ def test_frames_when_there_are_five_followers_then_each_gets_all_in_order_with_w
     assert cluster.replies("calls", 5) == [2] * 5
     hub.step(order(4_000_000))  # 4 MB: many times what a socket holds, so all are written to side by side
     assert cluster.replies("tokens", 5) == [4_000_000] * 5
-    hub.stop(skipped=5)
+    hub.stop(skipped=5, kind="decode")
     hub.stop()  # a second time: nothing
     hub.flush()
     for process in cluster.processes:
-        assert process.communicate(timeout=LIMIT_S)[0] == "stopped: skipped 5\n"
+        assert process.communicate(timeout=LIMIT_S)[0] == "stopped: skipped 5 of decode\n"
         assert process.returncode == 0
     assert hub.poll() == []  # that they leave now is no failure
     hub.close()
