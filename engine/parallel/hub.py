@@ -122,7 +122,8 @@ class Hub:
             self._wipes.append((group, list(blocks)))
 
     def step(self, order: StepOrder) -> None:
-        """Has every follower compute the step. Returns when all of them have been written to."""
+        """Has every follower compute the step. Returns when all of them have been written to. Raises ValueError for an
+        order that is too large; nobody has been told of it then."""
         self._send(FollowerFrame(self._next(), step=order))
 
     def flush(self) -> None:
@@ -176,6 +177,8 @@ class Hub:
         self._encoder.encode_into(frame, buffer, HEADER_BYTES)
         length = len(buffer) - HEADER_BYTES
         if length > MOST_BYTES:
+            self._calls, self._wipes = frame.calls, frame.wipes  # they leave with the next frame
+            self._buffer = bytearray()
             raise ValueError(f"a frame of {length} bytes; at most {MOST_BYTES} are allowed")
         buffer[:HEADER_BYTES] = length.to_bytes(HEADER_BYTES, "little")
         lagging: list[_Follower] = []

@@ -49,7 +49,12 @@ class LeadingRunner:
 
     def execute(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> StepResult:
         self._runner.check(batch)  # raises while nobody has been told: then the step alone fails
-        self._hub.step(self._orders.order(batch, apart=self._apart))
+        order = self._orders.order(batch, apart=self._apart)
+        try:
+            self._hub.step(order)
+        except ValueError:  # too large, so nobody has been told either
+            self._orders.forget()
+            raise
         try:
             fault("engine.ordered", kind=batch.kind)
             if self._apart:

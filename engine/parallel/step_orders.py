@@ -52,6 +52,10 @@ class StepOrders:
         self._known = now
         return StepOrder(rows, batch.kind, batch.shares)
 
+    def forget(self) -> None:
+        """The last order was not sent: the next one is told whole."""
+        self._known = {}
+
 
 class FollowedSteps:
     """A follower's end."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.input_embeddings import EmbeddingRows
-from engine.parallel.agent_messages import Share
+from engine.parallel.agent_messages import Forget, Share
 from engine.parallel.communicator import HostCommunicator
+from engine.parallel.hub import Hub
+from engine.parallel.leader import LeadingRunner
 from engine.parallel.messages import FollowerFrame, RowOrder, StepOrder
+from engine.parallel.port import Port
 from engine.parallel.step_orders import FollowedSteps, StepOrders, share_embeddings, take_embeddings
-from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
 
 
 class Both:
@@ -147,3 +152,42 @@ def test_orders_when_requests_come_and_go_at_will_then_both_ends_agree(steps: li
                 tables[number] = [200 + at, number + 1]
             rows.append(row(f"r{number}", tables[number], at))
         both.step(rows)
+
+
+def test_order_when_it_is_too_large_then_its_step_fails_alone_and_the_next_one_is_told_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.parallel.hub.MOST_BYTES", 1000)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    hub, port, steps = Hub([ours], 60.0), Port(theirs, 60.0), FollowedSteps()
+    computed: list[StepBatch] = []
+
+    def execute(batch: StepBatch, on_layer: object) -> StepResult:
+        computed.append(batch)
+        return StepResult([RowResult() for _ in batch.rows], 0.0, 0.0)
+
+    runner = SimpleNamespace(
+        groups=[], device=torch.device("cpu"), check=lambda batch: None, execute=execute,
+        failed_blocks=lambda batch, results: [],
+    )  # fmt: skip
+    leading = LeadingRunner(runner, hub)  # type: ignore[arg-type]
+    first, second = row("a", [1, 2]), row("b", [3, 4])
+    leading.execute(StepBatch([first, second]))
+    hub.post(Forget("c"))
+    hub.wipe("full", [9])
+    with pytest.raises(ValueError, match="at most 1000"):
+        leading.execute(StepBatch([second, row("d", [5], 0, [7] * 2000)]))
+    assert len(computed) == 1
+    leading.execute(StepBatch([second, first]))
+    frames = [port.receive(), port.receive()]
+    batches = []
+    for frame in frames:
+        assert frame is not None and frame.step is not None
+        batches.append(steps.batch(frame.step))
+    assert [[seen(each) for each in batch.rows] for batch in batches] == [
+        [seen(each) for each in batch.rows] for batch in computed
+    ]
+    # What was posted meanwhile is not lost with the order that nobody got
+    assert frames[1] is not None and (frames[1].wipes, frames[1].calls) == ([("full", [9])], [Forget("c")])
+    port.close()
+    hub.close()
