@@ -16,6 +16,7 @@ from rpc.errors import BatonError, ErrorCode
 from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import clear_prompt, reference
 from tests.conformance.test_right_tokens import BLOCK, CHUNK
+from tests.extent import WHOLE
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import TIMEOUT_S, GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
@@ -59,10 +60,13 @@ class Ranked:
         return GenerationClient(router.grpc)
 
 
+# In every run: as many ranks on both sides, and heads that are put together. Agents alone are tested in all sizes.
+ALWAYS = {(2, 2), (2, 1)}
+
+
 def pairs_of(sizes: tuple[int, ...]) -> list[Any]:
-    extended = len(sizes) > 2
     return [
-        pytest.param((sizes, (p, d)), id=f"p{p}-d{d}", marks=[pytest.mark.extended] if extended else [])
+        pytest.param((sizes, (p, d)), id=f"p{p}-d{d}", marks=[] if (p, d) in ALWAYS else [pytest.mark.extended])
         for p in sizes
         for d in sizes
         if (p, d) != (1, 1)
@@ -111,7 +115,8 @@ def ranked_of(started: dict[tuple[int, ...], Ranked], sizes: tuple[int, ...]) ->
         ranked = started[sizes] = Ranked(cluster, {}, {}, {})
         for size in sizes:
             rank_flags = ("--tensor-parallel-size", str(size))
-            ranked.prefill[size] = cluster.start_prefill([*FLAGS, *rank_flags])
+            if WHOLE or any(size == p for p, _ in ALWAYS):
+                ranked.prefill[size] = cluster.start_prefill([*FLAGS, *rank_flags])
             faults = {"BATON_FAULTS": DECODE_FAULTS}
             ranked.decode[size] = cluster.start_decode([*DECODE_FLAGS, *rank_flags], env=faults)
         for server in cluster.servers:
