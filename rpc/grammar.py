@@ -63,6 +63,27 @@ def half_character(text: str) -> int | None:
     return next((found.start() for found in _ESCAPE.finditer(text) if found[1]), None)
 
 
+# A count of repetitions, and what braces are only characters in. What is open ends with the text, so that nothing is
+# looked through twice.
+_EXPRESSION = r"\\.|\[(?:\\.|[^\]\\])*\]?|\{([0-9\s,]*)\}"
+_COUNTS = {
+    False: re.compile(_EXPRESSION, re.DOTALL),
+    True: re.compile(r'"(?:\\.|[^"\\])*"?|#[^\n]*|' + _EXPRESSION, re.DOTALL),
+}
+MOST_TIMES = (1 << 31) - 1
+
+
+def count_beyond(text: str, *, gbnf: bool = False) -> int | None:
+    """Where a regular expression or a GBNF grammar has a count of repetitions above MOST_TIMES, of which the library
+    would keep the lowest 32 bits only; None: nowhere."""
+    for found in _COUNTS[gbnf].finditer(text):
+        for number in re.findall("[0-9]+", found[1] or ""):
+            digits = number.lstrip("0")
+            if len(digits) > 10 or int(digits or "0") > MOST_TIMES:
+                return found.start()
+    return None
+
+
 def choice_grammar(choices: list[str]) -> str:
     """EBNF of exactly one of the strings."""
     return "root ::= " + " | ".join(_quoted(choice) for choice in choices)

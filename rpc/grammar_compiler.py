@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rpc.errors import BatonError, ErrorCode
-from rpc.grammar import MAX_WHITESPACE, GrammarKind, GrammarSpec, half_character
+from rpc.grammar import MAX_WHITESPACE, MOST_TIMES, GrammarKind, GrammarSpec, count_beyond, half_character
 from rpc.json_schema_support import UnsupportedSchema, check_schema
 from rpc.vocabulary import Vocabulary
 from rpc.xgrammar_library import XgrammarUnavailable, load_xgrammar
@@ -98,10 +98,10 @@ class GrammarCompiler:
             tag = _json(spec)
             for pointer, schema in _schemas_in(tag):
                 _check(schema, pointer)
-            for text in _expressions_in(tag):
-                _check_characters(spec, text)
+            for text, gbnf in _expressions_in(tag):
+                _check_text(spec, text, gbnf)
         else:
-            _check_characters(spec, spec.text)
+            _check_text(spec, spec.text, spec.kind is GrammarKind.EBNF)
         try:
             return self._compile(spec)
         except MemoryError:
@@ -184,27 +184,34 @@ def _schemas_in(value: Any) -> Iterator[tuple[str, Any]]:
                     waiting.append((f"{at}/{key}", child))
 
 
-def _expressions_in(value: Any) -> Iterator[str]:
-    """The regular expressions and grammars of a structural tag."""
+def _expressions_in(value: Any) -> Iterator[tuple[str, bool]]:
+    """The regular expressions and grammars of a structural tag, and whether each is a grammar."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, list):
             waiting += item
         elif isinstance(item, dict):
-            yield from (item[key] for key in ("pattern", "grammar") if isinstance(item.get(key), str))
+            yield from (
+                (item[key], key == "grammar") for key in ("pattern", "grammar") if isinstance(item.get(key), str)
+            )
             waiting += (child for key, child in item.items() if key != "json_schema")
 
 
-def _check_characters(spec: GrammarSpec, text: str) -> None:
+def _check_text(spec: GrammarSpec, text: str, gbnf: bool) -> None:
     position = half_character(text)
     if position is not None:
         problem = f"has half a character (a surrogate) at position {position}; write the character itself"
         raise _error(spec.kind, problem, {"position": str(position)})
+    position = count_beyond(text, gbnf=gbnf)
+    if position is not None:
+        problem = f"has a count of repetitions above {MOST_TIMES} at position {position}"
+        raise _error(spec.kind, problem, {"position": str(position)})
 
 
 def _cleaned(error: Exception) -> str:
-    text = _WHERE_IN_LIBRARY.sub("", str(error)).strip()
+    # It says nothing of numbers that no floating-point number can hold.
+    text = _WHERE_IN_LIBRARY.sub("", str(error)).strip() or "a number in it may be out of range"
     return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpc.grammar import half_character
+from rpc.grammar import count_beyond, half_character
 
 MAX_DEPTH = 128
 MAX_PARTS = 10_000
@@ -177,6 +177,8 @@ def _check_keywords(schema: Mapping[str, Any], types: tuple[str, ...], at: str) 
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and half_character(pattern) is not None:
         raise UnsupportedSchema(f"{at}/pattern", "pattern has half a character (a surrogate)")
+    if isinstance(pattern, str) and count_beyond(pattern) is not None:
+        raise UnsupportedSchema(f"{at}/pattern", "pattern has a count of repetitions above 2147483647")
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema or "format" in schema):
         raise UnsupportedSchema(f"{at}/pattern", "pattern beside minLength, maxLength or format cannot be kept to")
     if "format" in schema and ("minLength" in schema or "maxLength" in schema):
@@ -209,6 +211,8 @@ def _check_object(schema: Mapping[str, Any], at: str) -> None:
         raise UnsupportedSchema(f"{at}/required", problem)
     if any(half_character(pattern) is not None for pattern in _mapping(schema.get("patternProperties"))):
         raise UnsupportedSchema(f"{at}/patternProperties", "a pattern has half a character (a surrogate)")
+    if any(count_beyond(pattern) is not None for pattern in _mapping(schema.get("patternProperties"))):
+        raise UnsupportedSchema(f"{at}/patternProperties", "a pattern has a count of repetitions above 2147483647")
     if "patternProperties" in schema and (properties or schema.get("additionalProperties") not in (None, False)):
         raise UnsupportedSchema(
             f"{at}/patternProperties", "patternProperties beside properties or additionalProperties cannot be kept to"

@@ -41,6 +41,8 @@ def compiler() -> GrammarCompiler:
         ("json_schema", SCHEMA, '{\n    "a": 3\n}', '{"a": 3, "b": 4}'),
         ("json_schema", SCHEMA, '{"a":3}', '{"a":' + 17 * " " + "3}"),
         ("regex", "[a-z]{2}[0-9]+", "ab12", "a1"),
+        ("regex", "\\{4294967297\\}[{4294967297}]", "{4294967297}}", "{4294967297}a"),
+        ("ebnf", 'root ::= "{4294967297}" # a{4294967297}', "{4294967297}", "{1}"),
         ("ebnf", 'root ::= "x" y*\ny ::= [0-9é]', "x1é2", "y"),
         (
             "ebnf",
@@ -91,9 +93,19 @@ def test_choice_when_it_has_any_characters_then_it_is_the_only_text(compiler: Gr
             '{"type": "structural_tag", "format": {"type": "regex", "pattern": "\\\\ud800"}}',
             {"position": "0"},
         ),
+        ("regex", "ba{4294967297}", {"position": "2"}),
+        ("regex", "\\[a{1,02147483648}", {"position": "3"}),
+        ("ebnf", 'root ::= "{" "a"{4294967297, }', {"position": "16"}),
+        ("json_schema", '{"type": "string", "pattern": "a{4294967297}"}', {"pointer": "/pattern"}),
+        (
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "regex", "pattern": "a{4294967297}"}}',
+            {"position": "1"},
+        ),
         ("json_schema", '{"type": "object",\n }', {"line": "2", "column": "2"}),
         ("json_schema", '{"type": "objec"}', {}),
         ("json_schema", '{"const": NaN}', {}),
+        ("json_schema", '{"type": "number", "minimum": -1' + "0" * 400 + "}", {}),
         ("json_schema", '{"const": ' + "9" * 5000 + "}", {}),
         ("json_schema", '{"type": "array", "items": {"not": {}}}', {"pointer": "/items/not"}),
         ("structural_tag", '{"type": "structural_tag"}', {}),
@@ -114,6 +126,7 @@ def test_compile_when_the_grammar_is_bad_then_604_with_the_parsers_position(
     assert error.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
     assert error.metadata == {"cause": "grammar", **metadata}
     assert all(position in error.message for position in metadata.values())
+    assert not error.message.endswith("compile: ")
     assert ".cc:" not in error.message and "\n" not in error.message
 
 
