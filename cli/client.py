@@ -14,7 +14,9 @@ class ApiError(Exception):
     """The router answered with an error; `name` and `code` are those of the error table."""
 
     def __init__(self, status: int, name: str, code: int, message: str) -> None:
-        super().__init__(f"{message} ({name} {code}, HTTP {status})")
+        # The status of a stream that has begun says nothing of how it ends.
+        where = "in mid-stream" if status == 200 else f"HTTP {status}"
+        super().__init__(f"{message} ({name} {code}, {where})")
         self.status, self.name, self.code = status, name, code
 
 

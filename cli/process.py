@@ -141,16 +141,26 @@ class Process:
         return False
 
     def last_words(self) -> str:
-        """The line in which it said why it ended; else the messages it logged last."""
+        """What it said last that is an error of its log, or no log at all; else the last messages of its log.
+
+        Lines of the access log are about requests, and say nothing of that.
+        """
         if self._reader is not None and not self.alive():
             self._reader.join(LAST_WORDS_S)
-        plain, logged = [], []
-        for line in list(self._tail):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                logged.append(str(json.loads(line)["message"]))
-                continue
-            plain.append(line.strip())
-        return " | ".join([line for line in plain if line][-1:] or logged[-3:]) or "it printed nothing"
+        reasons: list[str] = []
+        logged: list[str] = []
+        for line in filter(None, map(str.strip, list(self._tail))):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict):
+                reasons.append(line)
+            elif "message" in entry and "log" not in entry:
+                logged.append(str(entry["message"]))
+                if entry.get("level") == "error":
+                    reasons.append(logged[-1])
+        return " | ".join(reasons[-1:] or logged[-3:]) or "it printed nothing"
 
     def alive(self) -> bool:
         return self.child is not None and self.child.poll() is None

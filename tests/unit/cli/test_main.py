@@ -113,3 +113,23 @@ def test_up_when_it_names_other_commands_then_as_they_can_be_called_here(
     monkeypatch.setattr("shutil.which", lambda name: on_path)
     monkeypatch.setattr(sys, "argv", [called, "up"])
     assert up._command() == said
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "it printed nothing"),
+        (['{"level": "info", "message": "a"}', '{"level": "info", "message": "b"}'], "a | b"),
+        (['{"level": "error", "message": "rank 1 is gone"}', '{"level": "info", "message": "b"}'], "rank 1 is gone"),
+        (
+            ['{"level": "error", "message": "a"}', "", "decode_server: error: b", '{"message": "c"}'],
+            "decode_server: error: b",
+        ),
+        # What became of a request is not why the process ended, nor is the text of a failed one.
+        (['{"level": "error", "message": "a"}', '{"log": "access", "code": "ENGINE_DEAD", "message": "b"}'], "a"),
+    ],
+)
+def test_last_words_when_a_process_has_ended_then_those_that_say_why(lines: list[str], words: str) -> None:
+    process = Process("decode", "decode-0", [], None)
+    process._tail.extend(lines)
+    assert process.last_words() == words
