@@ -20,9 +20,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="", help="served model name (default: the first one)")
     p.add_argument("--api-key", default=os.environ.get("BATON_API_KEY", ""), help="default: BATON_API_KEY")
     p.add_argument("--system", default="", help="system message")
-    p.add_argument("--temperature", type=float, default=0.7)
+    p.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default 0.7)")
     p.add_argument("--max-tokens", type=int, default=None, help="default: the rest of the context")
-    p.add_argument("--seed", type=int, default=None)
+    p.add_argument("--seed", type=int, default=None, help="makes draws repeatable (default: another each time)")
     p.add_argument("--timings", action="store_true", help="print where the time went after each answer")
     return p
 
