@@ -41,7 +41,7 @@ def later_causes(front: Front) -> dict[str, Any]:
 
 
 @pytest.mark.invariant("RPC-5")
-@pytest.mark.parametrize("order", itertools.permutations(("cancel", "deadline", "cleanup")), ids="-".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(("cancel", "deadline", "cleanup"))), ids="-".join)
 @pytest.mark.parametrize("mode", MODES)
 async def test_cause_when_an_error_is_followed_by_others_in_any_order_then_the_error_stays(
     mode: str, order: tuple[str, ...]
