@@ -6,7 +6,7 @@ the first rank with a reason of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rpc.errors import BatonError, ErrorCode
@@ -56,9 +56,9 @@ class FirstCause:
         own = next((word for word in self._words if word.own), None)
         if own is not None:
             return _with_rank(own.error, own.rank) if self._size > 1 else own.error
-        accusing = next((word for word in self._words if word.accused is not None), None)
-        if accusing is not None:
-            return accusing.error
+        accusing = {word.rank: word for word in self._words if word.accused is not None}
+        if accusing:
+            return _last_accused(accusing).error
         # All who spoke lost their peers: at fault is who did not speak.
         silent = sorted(set(range(self._size)) - {word.rank for word in self._words})
         first = self._words[0]
@@ -69,6 +69,17 @@ class FirstCause:
             f"rank {silent[0]} of the engine does not answer",
             metadata={"rank": str(silent[0]), "cause": "silent", "noticed": first.error.message},
         )
+
+
+def _last_accused(accusing: Mapping[int, _Word]) -> _Word:
+    """Who is accused may have left because of somebody else, as it says: then that is the one. accusing: by rank, in
+    the order in which they were heard. Of ranks that accuse each other the first one is believed."""
+    word = next(iter(accusing.values()))
+    passed = {word.rank}
+    while word.accused in accusing and word.accused not in passed:
+        word = accusing[word.accused]
+        passed.add(word.rank)
+    return next(iter(accusing.values())) if word.accused in passed else word
 
 
 def _with_rank(error: BatonError, rank: int) -> BatonError:

@@ -159,6 +159,7 @@ def _serve(
     wakeup = Wakeup()
     core: EngineCore | None = None
     hub: Hub | None = None
+    failure: BatonError | None = None
     try:
         _set_up_logging(config)
         if options.followers:
@@ -187,10 +188,12 @@ def _serve(
     finally:
         if core is not None:
             core.agent.close(AGENT_CLOSE_S)
+        if failure is not None:
+            _report(failure, outbox)
         if hub is not None:
-            hub.close()
+            hub.close()  # now the others end too, and what they say of that is no cause
         wakeup.close()
-    return _report(failure, outbox)
+    return 1
 
 
 def _meeting(options: argparse.Namespace) -> str:

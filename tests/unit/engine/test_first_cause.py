@@ -21,13 +21,23 @@ def own(rank: int) -> BatonError:
 
 
 KILLED = ended(1, -9, range(4))
-CASES = [
+CASES: list[tuple[dict[int, BatonError], str, str]] = [
     # What ranks say, by rank; the rank at fault, and the cause
     ({1: KILLED}, "1", "signal_9"),
     ({0: RankLost(1, "closed", "is gone"), 1: KILLED, 2: lost_peers(2), 3: lost_peers(3)}, "1", "signal_9"),
     ({0: lost_peers(0), 1: lost_peers(1), 2: own(2), 3: lost_peers(3)}, "2", "ValueError"),
     ({0: RankLost(3, "silent", "has not answered"), 1: lost_peers(1)}, "3", "silent"),
     ({1: RankLost(0, "silent", "has given no sign of life"), 2: lost_peers(2)}, "0", "silent"),
+    # Who is gone had a reason, and its news may come last
+    (
+        {
+            0: RankLost(1, "silent", "has not answered"),
+            2: RankLost(0, "closed", "is gone"),
+            3: RankLost(0, "closed", "is gone"),
+        },
+        "1",
+        "silent",
+    ),
     ({0: lost_peers(0), 1: lost_peers(1), 3: lost_peers(3)}, "2", "silent"),
     ({1: lost_peers(1), 2: lost_peers(2), 3: lost_peers(3)}, "0", "silent"),
 ]
