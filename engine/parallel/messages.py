@@ -49,12 +49,21 @@ class RowOrder(msgspec.Struct, frozen=True, array_like=True):
     extra: RowExtra | None = None
 
 
+class RowsAgain(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of the step before in the same order, each of which computes and samples one token."""
+
+    token_ids: list[int]
+    starts: list[int]
+    added: list[tuple[int, list[int]]]  # place of a row, blocks that its table has gained
+
+
 class StepOrder(msgspec.Struct, omit_defaults=True):
     """A step, which every rank computes. Its number and order of collectives depend on nothing but this."""
 
-    rows: list[RowOrder]
+    rows: list[RowOrder]  # empty with `again`
     kind: str  # decode, prefill or mixed
     shares: dict[str, list[Share]] = {}  # by group, what each rank publishes of its own KV, layer by layer
+    again: RowsAgain | None = None
 
 
 class FollowerStart(msgspec.Struct):

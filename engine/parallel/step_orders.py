@@ -7,12 +7,14 @@ the step before is sent whole, and what was not in the step before is forgotten 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_not
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.input_embeddings import EmbeddingRows
-from engine.parallel.messages import EmbeddingsOrder, RowExtra, RowOrder, StepOrder
+from engine.parallel.messages import EmbeddingsOrder, RowExtra, RowOrder, RowsAgain, StepOrder
 from engine.runner.batch import BatchRow, StepBatch
 
 if TYPE_CHECKING:
@@ -20,41 +22,61 @@ if TYPE_CHECKING:
 
     from engine.parallel.communicator import Communicator
 
-_NONE: list[int] = []
-
 
 class StepOrders:
     """Rank 0's end."""
 
     def __init__(self) -> None:
-        # Of the step before: place, table, and how much of the table the followers have
-        self._known: dict[str, tuple[int, list[int], int]] = {}
+        # The rows of the step before, by place: key, table, and how much of the table the followers have
+        self._keys: list[str] = []
+        self._tables: list[list[int]] = []
+        self._lengths: list[int] = []
 
     def order(self, batch: StepBatch, apart: bool = False) -> StepOrder:
         """apart: the values of embeddings travel by `share_embeddings`."""
-        known, now = self._known, {}
-        rows = []
-        for place, row in enumerate(batch.rows):
+        rows = batch.rows
+        keys = [row.request_key for row in rows]
+        tables = [row.block_table for row in rows]
+        lengths = [len(table) for table in tables]
+        again = self._again(rows, tables, lengths) if keys == self._keys else None
+        told = self._told(rows, apart) if again is None else []
+        self._keys, self._tables, self._lengths = keys, tables, lengths
+        return StepOrder(told, batch.kind, batch.shares, again)
+
+    def _again(self, rows: Sequence[BatchRow], tables: list[list[int]], lengths: list[int]) -> RowsAgain | None:
+        """For most decode steps, whose rows are those of the step before: a third of the work of telling each."""
+        # The list itself is compared: one that another allocation has filled is another one
+        if any(map(is_not, tables, self._tables)):
+            return None
+        for row in rows:
+            if len(row.token_ids) != 1 or not row.sample or _has_extra(row):
+                return None
+        added = []
+        if lengths != self._lengths:
+            for place, (before, length) in enumerate(zip(self._lengths, lengths, strict=True)):
+                if length < before:
+                    return None
+                if length > before:
+                    added.append((place, tables[place][before:]))
+        return RowsAgain([row.token_ids[0] for row in rows], [row.start for row in rows], added)
+
+    def _told(self, rows: Sequence[BatchRow], apart: bool) -> list[RowOrder]:
+        places = {key: place for place, key in enumerate(self._keys)}
+        told = []
+        for row in rows:
             key, table = row.request_key, row.block_table
-            length = len(table)
-            extra = None
-            if row.prompt_logprobs_from >= 0 or row.embeddings or row.multimodal or row.position_ids:
-                extra = _extra(row, apart)
-            before = known.get(key)
-            # The list itself is compared: one that another allocation has filled is another one
-            if before is None or before[1] is not table or length < before[2]:
+            extra = _extra(row, apart) if _has_extra(row) else None
+            place = places.get(key, -1)
+            if place < 0 or self._tables[place] is not table or len(table) < self._lengths[place]:
                 order = RowOrder(row.token_ids, row.start, -1, table, row.sample, key, extra)
             else:
-                added = table[before[2] :] if length > before[2] else _NONE
-                order = RowOrder(row.token_ids, row.start, before[0], added, row.sample, "", extra)
-            rows.append(order)
-            now[key] = (place, table, length)
-        self._known = now
-        return StepOrder(rows, batch.kind, batch.shares)
+                order = RowOrder(row.token_ids, row.start, place, table[self._lengths[place] :], row.sample, "", extra)
+            told.append(order)
+        return told
 
     def forget(self) -> None:
         """The last order was not sent: the next one is told whole."""
-        self._known = {}
+        self._keys, self._tables, self._lengths = [], [], []
 
 
 class FollowedSteps:
@@ -67,6 +89,8 @@ class FollowedSteps:
         """The batch as rank 0 has it, but for sampling. Raises ValueError for an order that does not follow the one
         before."""
         before = self._rows
+        if order.again is not None:
+            return self._again(order, order.again)
         rows = []
         for item in order.rows:
             if item.previous < 0:
@@ -84,6 +108,26 @@ class FollowedSteps:
             rows.append(row)
         self._rows = rows
         return StepBatch(rows, order.kind, order.shares)
+
+    def _again(self, order: StepOrder, again: RowsAgain) -> StepBatch:
+        rows = self._rows
+        if len(again.token_ids) != len(rows):
+            raise ValueError(f"{len(again.token_ids)} rows of a step before that had {len(rows)}")
+        for row, token_id, start in zip(rows, again.token_ids, again.starts, strict=True):
+            row.token_ids = [token_id]
+            row.start = start
+            row.sample = True
+            if _has_extra(row):
+                _take_extra(row, None)
+        for place, blocks in again.added:
+            rows[place].block_table.extend(blocks)
+        # A list of its own: whoever still has the batch before keeps the one that it knows
+        self._rows = list(rows)
+        return StepBatch(self._rows, order.kind, order.shares)
+
+
+def _has_extra(row: BatchRow) -> bool:
+    return row.prompt_logprobs_from >= 0 or bool(row.embeddings or row.multimodal or row.position_ids)
 
 
 def _extra(row: BatchRow, apart: bool) -> RowExtra:

@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.boards import BOARDS
+from rpc.metric_families import families_of
 from tests.conformance import mixed_requests
 from tests.conformance.mixed_requests import CHAT, Mixed, Seen, tally
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
@@ -350,7 +351,9 @@ def test_queries_when_compared_with_the_processes_then_they_name_families_and_la
     found = {mistake for expression in expressions for mistake in mistakes(expression, labels, {})}
     # Families without a sample yet: their labels are checked against the table they are made from.
     absent = {mistake.rpartition(" ")[2] for mistake in found if mistake.startswith("there is no series")}
-    assert absent <= declared
+    # Servers of several ranks, of which there are none here, have families that others do not even declare.
+    of_ranks = families_of("decode", tensor_parallel=True).keys() - families_of("decode").keys()
+    assert {name for name in absent - declared if name.removesuffix("_bucket") not in of_ranks} == set()
     assert {m for m in found if " has no label " in m} == set()
 
 

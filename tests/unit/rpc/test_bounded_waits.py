@@ -14,7 +14,7 @@ ROOMS = ("rpc", "router", "front", "prefill_server", "decode_server", "cache_sto
 UNLIMITED = {
     ("router/server.py", "_serve"): "the life of the process",
     ("router/answer.py", "_pump"): "ends with the first choice, which has the request's deadline",
-    ("engine/client.py", "_watch_process"): "the life of the engine",
+    ("engine/rank_processes.py", "_watch"): "the life of a rank",
     ("front/drain.py", "request_gone"): "its callers set the limit",
     ("rpc/lifecycle.py", "wait_idle"): "its callers set the limit",
 }

@@ -37,7 +37,8 @@ def main() -> int:
                     port.send(RankFrame(failed=error))
                     port.flush(5.0)
                     return 1
-                tokens = sum(len(row.token_ids) for row in frame.step.rows)
+                again = frame.step.again
+                tokens = sum(len(row.token_ids) for row in frame.step.rows) + (len(again.token_ids) if again else 0)
                 seen.append(Observation("tokens", {}, tokens))
             pong = frame.seq if frame.heartbeat else 0
             port.send(RankFrame(observations=seen, pong=pong))

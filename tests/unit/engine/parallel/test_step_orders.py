@@ -78,6 +78,31 @@ def test_order_when_rows_move_leave_and_come_back_then_the_tables_are_theirs() -
     both.step([row("b", [3], 9)])
 
 
+def test_order_when_the_rows_of_a_step_decode_on_then_a_token_and_a_place_of_each_are_told() -> None:
+    both = Both()
+    tables = [list(range(place, place + 100)) for place in range(8)]
+    chunk = {"tokens": [1, 2], "prompt_logprobs_from": 0, "prompt_next_ids": [5, 6]}
+    both.step([row(str(place), table, **chunk) for place, table in enumerate(tables)])  # type: ignore[arg-type]
+    both.step([row(str(place), table, 2) for place, table in enumerate(tables)])
+    assert both.size < 100
+    tables[3].append(7)
+    tables[5] += [8, 9]
+    both.step([row(str(place), table, 3) for place, table in enumerate(tables)])
+    assert both.size < 110
+    again = both.orders.order(StepBatch([row(str(place), table, 4) for place, table in enumerate(tables)]))
+    assert again.again is not None and again.rows == []
+    # Whatever is not like that is told row by row.
+    both.orders.order(StepBatch([row(str(place), table, 4) for place, table in enumerate(tables)]))
+    tables[0].pop()
+    assert both.orders.order(StepBatch([row(str(i), t, 5) for i, t in enumerate(tables)])).again is None
+    tables[1] = list(tables[1])
+    assert both.orders.order(StepBatch([row(str(i), t, 6) for i, t in enumerate(tables)])).again is None
+    longer = [row(str(i), t, 7, tokens=[1, 2] if i == 7 else None) for i, t in enumerate(tables)]
+    assert both.orders.order(StepBatch(longer)).again is None
+    with pytest.raises(ValueError, match="8 rows of a step before that had 0"):
+        FollowedSteps().batch(again)
+
+
 def test_order_when_rows_bring_more_than_tokens_then_the_followers_have_it() -> None:
     both = Both()
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
