@@ -127,8 +127,8 @@ def _set_up_logging(config: EngineConfig) -> None:
 
 
 def _share_processors(config: EngineConfig) -> None:
-    """Ranks on the same processors do not interrupt each other at every message of a step. With two processors, 4 ranks
-    of a small model then decode in 46 % of the time, 2 ranks in 65 %. Before a rank's other threads begin."""
+    """Ranks on the same processors do not interrupt each other at every message of a step, which takes half the time
+    then where there are fewer processors than ranks (docs/benchmarks.md). Before a rank's other threads begin."""
     from engine.device import resolve_device
 
     if config.tensor_parallel_size > 1 and resolve_device(config.device, config.rank).type == "cpu":

@@ -42,7 +42,7 @@ def set_time_slice(seconds: float) -> bool:
 
 
 def never_interrupt() -> bool:
-    """Asks that the calling thread, and what it starts from now on, does not interrupt a running thread when it wakes up
+    """Asks that the calling thread, and what it starts from now on, interrupts no running thread when it wakes up
     (SCHED_BATCH). Its share of the time stays the same. False where that cannot be asked for.
     """
     with contextlib.suppress(AttributeError, OSError):
