@@ -290,6 +290,7 @@ class _CallScope:
 
     def enter(self) -> None:
         """Reads the id. Raises INVALID_PARAMS for one that is none."""
+        request_id_var.set("")  # whatever the server was started with
         given = ""
         for key, value in self.context.invocation_metadata() or ():
             if key == REQUEST_ID_KEY:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from router.admission import Admission
@@ -26,8 +24,7 @@ class Clock:
 
 def move(cluster, clock, *, failures=0, code=ErrorCode.EXECUTION_EXCEPTION):
     """Servers that take their time on the clock: to reserve, to compute (`failures` times in vain), and before the
-    fourth token, which waits until the first one was shown. Returns what is to be set then."""
-    shown = asyncio.Event()
+    fourth token, which waits until the first one was shown and the prefill server has said all."""
     prefill = next(s for s in cluster.servers if s.role == "prefill")
     decode = next(s for s in cluster.servers if s.role == "decode")
     left = failures
@@ -45,12 +42,12 @@ def move(cluster, clock, *, failures=0, code=ErrorCode.EXECUTION_EXCEPTION):
             raise BatonError(code)
 
     async def streaming():
-        await shown.wait()
+        attempt = next(iter(cluster.orchestrator._attempts))
+        await cluster.until(lambda: attempt._summarized and not attempt._out and attempt._prefill.clock.finished)
         clock.now += STREAM_S
 
     decode.at |= {"reserved": reserving, "token:3": streaming}
     prefill.at |= {"start": computing}
-    return shown
 
 
 def booked(cluster) -> dict[str, float]:
@@ -69,10 +66,9 @@ def booked(cluster) -> dict[str, float]:
 async def test_stages_when_attempts_fail_before_one_serves_then_each_bucket_is_exact(retries):
     clock = Clock()
     async with running_cluster(clock=clock, retry_budget_ratio=1.0) as cluster:
-        shown = move(cluster, clock, failures=retries)
+        move(cluster, clock, failures=retries)
         began = clock.now
-        async for _ in cluster.orchestrator.generate(make_request(PROMPT, 6)):
-            shown.set()
+        await cluster.collect(make_request(PROMPT, 6))
         attempts = retries + 1
         assert booked(cluster) == {
             "queue": 0.0,
