@@ -24,6 +24,7 @@ from tests.chaos.cases import (
     wait_busy,
     wait_workers_ready,
 )
+from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
@@ -83,7 +84,7 @@ class HttpStream(threading.Thread):
                 self.began.set()
 
 
-@pytest.mark.parametrize("parts", ["both", "engine"])
+@pytest.mark.parametrize("parts", ["both", extended("engine")])
 def test_f1_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewhere(
     cluster: Cluster, parts: str
 ) -> None:

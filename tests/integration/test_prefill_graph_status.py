@@ -36,7 +36,7 @@ class Case:
 CASES = [
     Case("not_requested", [], {}),
     extended(Case("feature_disabled", GRAPHS, {}), id="feature_disabled"),
-    Case("unsupported_backend", [*GRAPHS, "--enable-cuda-graph"], {}),
+    extended(Case("unsupported_backend", [*GRAPHS, "--enable-cuda-graph"], {}), id="unsupported_backend"),
     Case("replayed", [*INTERPRETED, "--prefill-cuda-graph-strict"], {"TRITON_INTERPRET": "1"}),
 ]
 
