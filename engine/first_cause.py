@@ -76,9 +76,9 @@ def _last_accused(accusing: Mapping[int, _Word]) -> _Word:
     the order in which they were heard. Of ranks that accuse each other the first one is believed."""
     word = next(iter(accusing.values()))
     passed = {word.rank}
-    while word.accused in accusing and word.accused not in passed:
-        word = accusing[word.accused]
-        passed.add(word.rank)
+    while (rank := word.accused) is not None and rank in accusing and rank not in passed:
+        word = accusing[rank]
+        passed.add(rank)
     return next(iter(accusing.values())) if word.accused in passed else word
 
 
