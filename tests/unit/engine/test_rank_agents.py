@@ -212,6 +212,15 @@ def load_by_all(prefill: RankServer, decode: RankServer) -> None:
     until(lambda: all(load.generation for load in open_loads(decode)), "every rank knows the generation")
 
 
+def fail_on_rank_1(prefill: RankServer, decode: RankServer, times: int) -> None:
+    """Every rank reads a prompt that is computed then, of which rank 1 cannot send its part, so many times."""
+    prefill.admit(KEY, SOURCE)
+    load_by_all(prefill, decode)
+    faults.arm(f"cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,rank=1,times={times}")
+    prefill.compute(KEY, 4)
+    prefill.agents.computed(KEY, prefill_result(), True)
+
+
 def open_loads(server: RankServer) -> list[Load]:
     jobs = [job for node in server.nodes for job in node.agent._pulling._jobs.values()]
     return [leg.load for job in jobs for leg in job.reading() if leg.load is not None]
@@ -238,11 +247,7 @@ def test_reload_when_a_rank_had_everything_already_then_it_reads_again_too() -> 
 
 def test_reload_when_it_fails_too_then_there_is_no_other_and_every_lease_is_given_up() -> None:
     with servers(*make_pair(2, 2)) as (prefill, decode):
-        prefill.admit(KEY, SOURCE)
-        load_by_all(prefill, decode)
-        faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,rank=1,times=2")
-        prefill.compute(KEY, 4)
-        prefill.agents.computed(KEY, prefill_result(), True)
+        fail_on_rank_1(prefill, decode, times=2)
         assert decode.load_failed().retriable_here
         until(lambda: not any(node.agent.stats().readers for node in prefill.nodes), "no stream is open")
         decode.load(prefill.source, KEY, [10, 11, 12, 13], reload=True)
@@ -253,11 +258,7 @@ def test_reload_when_it_fails_too_then_there_is_no_other_and_every_lease_is_give
 
 def test_reload_when_the_engine_wants_none_then_every_lease_is_given_up() -> None:
     with servers(*make_pair(2, 2)) as (prefill, decode):
-        prefill.admit(KEY, SOURCE)
-        load_by_all(prefill, decode)
-        faults.arm("cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,rank=1,times=1")
-        prefill.compute(KEY, 4)
-        prefill.agents.computed(KEY, prefill_result(), True)
+        fail_on_rank_1(prefill, decode, times=1)
         failed = decode.load_failed()
         assert failed.retriable_here
         decode.agents.cancel_load(KEY, failed.error)
