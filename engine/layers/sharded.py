@@ -17,7 +17,7 @@ from engine.parallel.shards import Part
 
 
 class SummedLinear:
-    """The inputs are shared out: each rank's product is a summand, computed in float32."""
+    """The inputs are shared out: each rank's product is a summand, added in float32."""
 
     def __init__(self, linear: Addend, communicator: Communicator) -> None:
         self.linear = linear
