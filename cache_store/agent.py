@@ -30,22 +30,23 @@ from cache_store.events import (
     LoadFailed,
     Observation,
 )
-from cache_store.handshake import Offer, this_host
+from cache_store.fetching import DeviceFetcher, Fetcher, HostFetcher
 from cache_store.layout import AgentIdentity, GroupLayout
 from cache_store.lease import LeaseTable
-from cache_store.observations import GRPC, IPC, ObservationBuffer
+from cache_store.observations import ObservationBuffer
 from cache_store.parking import ParkingTable
 from cache_store.peers import PeerState
-from cache_store.pool import KvPool, StagedKvPool
+from cache_store.pool import HostKvPool, KvPool, StagedKvPool
 from cache_store.puller import Puller, abort_source
 from cache_store.service import CacheStoreService
-from cache_store.settings import TRANSPORTS, AgentSettings
+from cache_store.settings import AgentSettings
 from cache_store.staging import Completions, MemoryUnavailable, Staging, Ticket
+from cache_store.transports import GRPC, IPC, TRANSPORTS, Offer, this_host
 from cache_store.wire import SERVICE
 from protos import common_pb2
+from rpc import faults
 from rpc.channels import bulk_server_options
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import fault
 from rpc.server import GrpcServer, join_address
 
 __all__ = [
@@ -85,7 +86,7 @@ class CacheStoreAgent:
         self.settings = settings
         self._pool = pool
         self._wake = wake
-        self._clock = clock
+        self._clock = clock = faults.clock("cache_store.clock", clock, rank=identity.rank)
         self._observations = ObservationBuffer()
         self._events: deque[AgentEvent] = deque()
         self._lock = threading.Lock()
@@ -111,9 +112,12 @@ class CacheStoreAgent:
             slot_bytes = max(settings.chunk_bytes, *(group.block_bytes for group in identity.groups))
             self._staging = Staging(pool.copies, settings.staging_slots, slot_bytes)
             self._marks = Completions("kv-marks")
-        self._offer = make_offer(pool, settings)
         # Threads begin with the first event that is large enough for them.
         self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
+        self._offer = make_offer(pool, settings)
+        self._fetchers: dict[str, Fetcher] = {}
+        if IPC in self._offer.transports:
+            self._fetchers[IPC] = self._ipc_fetcher()
         self._service = CacheStoreService(
             identity,
             pool,
@@ -129,6 +133,12 @@ class CacheStoreAgent:
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _ipc_fetcher(self) -> Fetcher:
+        if self._staging is not None:
+            return DeviceFetcher(IPC, self._staging)
+        assert isinstance(self._pool, HostKvPool)
+        return HostFetcher(IPC, self._pool, self._workers)
 
     # ---- life
 
@@ -161,6 +171,8 @@ class CacheStoreAgent:
             if thread.is_alive():
                 _log.warning("the cache store's thread is still busy after %.1f s", timeout_s)
                 return
+        for fetcher in self._fetchers.values():
+            fetcher.close()
         self._workers.shutdown(wait=False)
         if self._marks is not None:
             self._marks.close()
@@ -204,7 +216,7 @@ class CacheStoreAgent:
 
         When the agent is too far behind, the request fails with CACHE_STORE_PUSH_ITEM_FAILED instead of waiting.
         """
-        if self._full():
+        if self._full(request_key, "publish"):
             self._post(self._do_fail, request_key, _queue_full())
         else:
             self._post_after(after, request_key, self._do_publish, request_key, group, layer, upto_block)
@@ -250,7 +262,7 @@ class CacheStoreAgent:
         `deadline_s` is the time the request has left. Exactly one LoadDone or LoadFailed follows; a second `load` of a
         key that is open is a mistake of the caller, which is logged and ignored.
         """
-        if self._full():
+        if self._full(request_key, "load"):
             missing = sum(
                 len(ids) * layout.num_layers
                 for tag, (_, ids) in wanted.items()
@@ -335,9 +347,10 @@ class CacheStoreAgent:
 
     # ---- from the engine's threads to the agent's
 
-    def _full(self) -> bool:
+    def _full(self, key: str, what: str) -> bool:
         waiting = len(self._commands) + (0 if self._marks is None else len(self._marks))
-        return waiting >= MAX_WAITING_PER_SLOT * self.settings.queue_size
+        full = waiting >= MAX_WAITING_PER_SLOT * self.settings.queue_size
+        return full or bool(faults.fault("cache_store.queue", key=key, what=what, rank=self.identity.rank))
 
     def _post_after(self, after: Ticket | None, key: str, command: Callable[..., None], *arguments: Any) -> None:
         """`command(*arguments, when it became true)`, in the order of these calls; the request fails with its mark."""
@@ -410,7 +423,8 @@ class CacheStoreAgent:
 
     def _do_publish(self, key: str, group: str, layer: int, upto_block: int, called_at: float) -> None:
         try:
-            fault("cache_store.publish", key=key, rank=self.identity.rank)
+            if faults.fault("cache_store.publish", key=key, rank=self.identity.rank):
+                return
             self._table.publish(key, group, layer, upto_block)
         except BatonError as error:
             self._do_fail(key, error)
@@ -499,6 +513,7 @@ class CacheStoreAgent:
                 self._pool,
                 self._staging,
                 self._offer,
+                self._fetchers,
                 self.settings,
                 self._observations.observe,
                 self._emit,
@@ -531,7 +546,7 @@ class CacheStoreAgent:
                 _log.exception("cache store: the clock's work failed")
 
     def _may_renew(self, key: str) -> bool:
-        return not fault("cache_store.renew", key=key, side="prefill", rank=self.identity.rank)
+        return not faults.fault("cache_store.renew", key=key, side="prefill", rank=self.identity.rank)
 
     async def _shut_down(self, server: GrpcServer) -> None:
         error = BatonError(ErrorCode.SERVER_DRAINING, "the server is shutting down; ask another server")
@@ -575,16 +590,26 @@ def _queue_full() -> BatonError:
 
 
 def make_offer(pool: KvPool, settings: AgentSettings) -> Offer:
-    """What the settings and the pool allow. Without ipc where the memory cannot be shared, with a warning where that
-    could be expected."""
+    """What the settings and the pool allow. A pool that no other process can open is one that reads from others only;
+    on a device that could be otherwise, and there is a warning."""
     allowed = TRANSPORTS if settings.transport == "auto" else (settings.transport,)
-    if IPC not in allowed or not isinstance(pool, StagedKvPool) or not pool.copies.shareable:
-        return Offer(tuple(each for each in allowed if each != IPC) or (GRPC,))
-    try:
-        return Offer(allowed, this_host(), pool.copies.share())
-    except MemoryUnavailable as error:
-        _log.warning("other servers of this machine cannot read the KV memory, so transport ipc is left out: %s", error)
-        return Offer(tuple(each for each in allowed if each != IPC) or (GRPC,))
+    possible = [GRPC] if GRPC in allowed else []
+    memories = {}
+    if IPC in allowed:
+        try:
+            if isinstance(pool, StagedKvPool):
+                if pool.copies.shareable:
+                    memories[IPC] = pool.copies.share()
+                    possible.insert(0, IPC)
+            else:
+                possible.insert(0, IPC)
+                if isinstance(pool, HostKvPool) and pool.shareable:
+                    memories[IPC] = pool.share()
+        except MemoryUnavailable as error:
+            _log.warning(
+                "other servers of this machine cannot read the KV memory, so transport ipc is left out: %s", error
+            )
+    return Offer(tuple(possible) or (GRPC,), this_host(), memories)
 
 
 def _store_failed(error: BaseException) -> BatonError:

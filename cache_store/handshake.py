@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-
 from cache_store.checksum import MODES, stricter
 from cache_store.layout import AgentIdentity
-from cache_store.observations import GRPC, IPC
 from cache_store.tp_mapping import peer_map
+from cache_store.transports import TCP, Offer
 from cache_store.wire import out_of_range, require
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
 from rpc.version import PROTOCOL_VERSION
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What one side can do: the transports, best first, and what ipc needs. `memory` is None where no other process can
-    open this engine's KV memory."""
-
-    transports: tuple[str, ...] = (GRPC,)
-    host_id: str = ""
-    memory: cache_store_pb2.SharedPool | None = None
-
-    @property
-    def shares_memory(self) -> bool:
-        return IPC in self.transports and self.memory is not None
-
-    def without(self, transport: str) -> Offer:
-        return replace(self, transports=tuple(each for each in self.transports if each != transport))
-
-    def choose(self, theirs: Sequence[str], host_id: str) -> str:
-        """The first of the caller's transports that is possible between the two; empty when none is."""
-        for transport in theirs:
-            if transport not in self.transports:
-                continue
-            if transport != IPC or (self.memory is not None and host_id and host_id == self.host_id):
-                return transport
-        return ""
-
-
-def this_host() -> str:
-    """A name of this machine that its processes agree on, also from several containers."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 def make_request(
@@ -143,7 +102,8 @@ def answer(
         tp_size=identity.tp_size,
         rank=identity.rank,
         transport=transport,
-        memory=offer.memory if transport == IPC else None,
+        memory=offer.memories.get(transport),
+        data_port=offer.data_port if transport == TCP else 0,
         checksum=stricter(request.checksum, checksum),
         lease_seconds=lease_seconds,
     )

@@ -6,20 +6,17 @@ the copies, the order of completion and the memory of other processes included, 
 
 from __future__ import annotations
 
-import mmap
-import os
 import queue
-import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cache_store.layout import GroupLayout
-from cache_store.rows import Rows, paired_runs, runs
+from cache_store.row_copies import check_rows, copy_rows
+from cache_store.rows import Rows, runs
+from cache_store.shared_memory import MappedPool, MemoryFile, describe
 from cache_store.staging import CLOSE_S, MemoryUnavailable, PeerMemory, Slot, Ticket
 from protos import cache_store_pb2 as pb
-
-KIND = "host"
 
 
 class _Done:
@@ -53,68 +50,6 @@ class _Job:
         self._ended.wait()
         if self._failure is not None:
             raise self._failure
-
-
-class MemoryFile:
-    """Anonymous memory that other processes of the same user may map, by a name that ends with this process."""
-
-    def __init__(self, size: int) -> None:
-        self._token = f"baton-{secrets.token_hex(16)}"
-        self._fd = os.memfd_create(self._token, os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, size)
-        self._map = mmap.mmap(self._fd, size)
-        self.view = memoryview(self._map)
-
-    @property
-    def handle(self) -> bytes:
-        return f"{os.getpid()}:{self._fd}:{self._token}".encode()
-
-    def close(self) -> None:
-        os.close(self._fd)
-        self.view.release()
-        self._map.close()
-
-
-def _map_file(handle: bytes, offset: int, size: int) -> mmap.mmap:
-    """The memory of another process's MemoryFile, for reading. Raises MemoryUnavailable."""
-    try:
-        pid, fd, token = handle.decode().split(":")
-        path = f"/proc/{int(pid)}/fd/{int(fd)}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise MemoryUnavailable(f"a memory file of the peer cannot be opened: {error}") from error
-    try:
-        # The numbers may be those of another process by now; the token is never used twice.
-        if token not in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise MemoryUnavailable("the peer's process is another one by now")
-        if os.fstat(descriptor).st_size < offset + size:
-            raise MemoryUnavailable("a memory file of the peer is smaller than said")
-        return mmap.mmap(descriptor, offset + size, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise MemoryUnavailable(f"a memory file of the peer cannot be mapped: {error}") from error
-    finally:
-        os.close(descriptor)
-
-
-class _HostPeer:
-    def __init__(self, memory: pb.SharedPool) -> None:
-        self._maps: list[mmap.mmap] = []
-        self.layers: dict[tuple[str, int], memoryview] = {}
-        try:
-            for layer in memory.layers:
-                mapped = _map_file(layer.handle, layer.offset, layer.bytes)
-                self._maps.append(mapped)
-                self.layers[layer.group, layer.layer] = memoryview(mapped)[layer.offset :]
-        except MemoryUnavailable:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        for view in self.layers.values():
-            view.release()
-        self.layers.clear()
-        for mapped in self._maps:
-            mapped.close()
 
 
 class HostCopyEngine:
@@ -183,34 +118,23 @@ class HostCopyEngine:
     def fetch(
         self, memory: PeerMemory, source: Rows, target: Rows, scratch: Slot, after: Ticket | None = None
     ) -> Ticket:
-        assert isinstance(memory, _HostPeer)
+        assert isinstance(memory, MappedPool)
         theirs, own = memory.layers[source.group, source.layer], self._layers[target.group, target.layer]
-        unit = source.unit_bytes
         check_rows(source, theirs.nbytes)
 
         def copy() -> None:
             _wait(after)
-            for first, to, count in paired_runs(source.numbers, target.numbers):
-                own[to * unit : (to + count) * unit] = theirs[first * unit : (first + count) * unit]
+            copy_rows(theirs, source, own, target)
 
         return self._submit("write", copy)
 
     def share(self) -> pb.SharedPool:
         if self._files is None:
             raise MemoryUnavailable("the KV memory is not in memory files")
-        return pb.SharedPool(
-            kind=KIND,
-            layers=[
-                pb.SharedLayer(group=tag, layer=layer, handle=file.handle, offset=0, bytes=file.view.nbytes)
-                for tag, files in self._files.items()
-                for layer, file in enumerate(files)
-            ],
-        )
+        return describe(self._files)
 
     def open(self, memory: pb.SharedPool) -> PeerMemory:
-        if memory.kind != KIND:
-            raise MemoryUnavailable(f"the peer's memory is of kind {memory.kind[:32]!r}, this one is {KIND!r}")
-        return _HostPeer(memory)
+        return MappedPool(memory)
 
     def close(self) -> None:
         for jobs in self._queues.values():
@@ -222,17 +146,6 @@ class HostCopyEngine:
         job = _Job(copy)
         self._queues[name].put(job)
         return job
-
-
-def check_rows(rows: Rows, nbytes: int) -> None:
-    """Raises IndexError when a layer of `nbytes` bytes lacks one of the rows."""
-    _check_range(rows.numbers, nbytes // rows.unit_bytes)
-
-
-def _check_range(numbers: Iterable[int], count: int) -> None:
-    for number in numbers:
-        if not 0 <= number < count:
-            raise IndexError(f"row {number} is outside [0, {count})")
 
 
 def _wait(after: Ticket | None) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from cache_store.events import KvSourceRef
 from cache_store.layout import AgentIdentity
 from cache_store.load import Load
-from cache_store.observations import GRPC
 from cache_store.staging import Ticket
 from cache_store.tp_mapping import UNMAPPED, PeerShare, peer_address, peer_map
+from cache_store.transports import GRPC
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 

@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cache_store.fetching import Fetcher
 from cache_store.load import Load, WantedHere, breach
 from cache_store.peers import OpenMemory
 from cache_store.pool import HostKvPool
 from cache_store.rows import Rows, block_rows
-from cache_store.staging import Slot, Staging, Ticket, settled
+from cache_store.staging import Staging, Ticket, settled
 from cache_store.tp_mapping import PeerShare
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
@@ -72,31 +73,31 @@ class HostLanding(Landing):
 class _CopyLanding(Landing):
     """Blocks reach the pool by copies that complete later. `wake` ends the wait for the next event after a failure."""
 
-    def __init__(self, staging: Staging, wake: Callable[[], object], after: Ticket | None) -> None:
+    def __init__(self, wake: Callable[[], object], after: Ticket | None) -> None:
         """`after`: a point of the computation up to which the blocks may still be in use."""
         self.failure: BatonError | None = None
-        self._staging = staging
         self._wake = wake
         self._after = after
         self._copies: set[asyncio.Future[None]] = set()
 
-    def _expect_completion(self, load: Load, header: pb.PieceHeader, size: int, slot: Slot, ticket: Ticket) -> None:
+    def _expect_completion(
+        self, load: Load, header: pb.PieceHeader, size: int
+    ) -> Callable[[BaseException | None], None]:
+        """To be called on the loop once a copy that has begun is done, or has failed."""
         self._after = None  # copies into the pool keep their order, so the first one waits for all
         load.on_taken(header)
         copy: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._copies.add(copy)
-        self._staging.when_written(ticket, partial(self._completed, load, header, size, slot, copy))
+        return partial(self._completed, load, header, size, copy)
 
     def _completed(
         self,
         load: Load,
         header: pb.PieceHeader,
         size: int,
-        slot: Slot,
         copy: asyncio.Future[None],
         failure: BaseException | None,
     ) -> None:
-        self._staging.writes.give(slot)
         if failure is None:
             try:
                 load.on_delivered(header, size)
@@ -136,6 +137,10 @@ class _CopyLanding(Landing):
 class StagedLanding(_CopyLanding):
     """Events arrive in host memory; their bytes are verified in the slot from which they are copied to the device."""
 
+    def __init__(self, staging: Staging, wake: Callable[[], object], after: Ticket | None) -> None:
+        super().__init__(wake, after)
+        self._staging = staging
+
     async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
         self.check(load)
         wanted = load.expect(header, data.nbytes)
@@ -153,12 +158,17 @@ class StagedLanding(_CopyLanding):
             view = slot.view[: data.nbytes]
             view[:] = data
             load.verify(header, view)
-            rows = _places(wanted, header)
-            ticket = self._staging.copies.write(slot, rows, self._after)
+            ticket = self._staging.copies.write(slot, _places(wanted, header), self._after)
         except BaseException:
             ring.give(slot)
             raise
-        self._expect_completion(load, header, data.nbytes, slot, ticket)
+        completed = self._expect_completion(load, header, data.nbytes)
+
+        def written(failure: BaseException | None) -> None:
+            ring.give(slot)
+            completed(failure)
+
+        self._staging.when_written(ticket, written)
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ class FetchLanding(_CopyLanding):
 
     def __init__(
         self,
-        staging: Staging,
+        fetcher: Fetcher,
         wake: Callable[[], object],
         after: Ticket | None,
         memory: OpenMemory,
@@ -190,7 +200,8 @@ class FetchLanding(_CopyLanding):
         limits: FetchLimits,
     ) -> None:
         """shares: of each group, the part of the peer's heads to read."""
-        super().__init__(staging, wake, after)
+        super().__init__(wake, after)
+        self._fetcher = fetcher
         self._limits = limits
         self._memory = memory
         self._shares = shares
@@ -216,16 +227,12 @@ class FetchLanding(_CopyLanding):
             share.source_id,
             halves=halves,
         )
-        ring = self._staging.writes
-        slot = ring.try_take() or await ring.take()
         try:
-            ticket = self._staging.copies.fetch(self._memory.memory, source, target, slot, self._after)
-        except BaseException as error:
-            ring.give(slot)
-            if isinstance(error, IndexError):
-                load.fail_with(breach(f"a block outside the peer's memory: {error}"))
-            raise
-        self._expect_completion(load, header, target.nbytes, slot, ticket)
+            copy = await self._fetcher.begin(self._memory.memory, source, target, self._after)
+        except IndexError as error:
+            load.fail_with(breach(f"a block outside the peer's memory: {error}"))
+        completed = self._expect_completion(load, header, target.nbytes)
+        copy.add_done_callback(lambda done: completed(done.exception()))
 
     def _delivered(self, load: Load) -> None:
         if not load.missing and self._proof is None:

@@ -21,14 +21,15 @@ from cache_store.job import Job, Leg, reader_rank, reference
 from cache_store.landing import FetchLanding, FetchLimits, HostLanding, Landing, StagedLanding
 from cache_store.layout import AgentIdentity
 from cache_store.load import Load, WantedHere, breach
-from cache_store.observations import GRPC, IPC, Observe
-from cache_store.peers import OpenMemory, Peer, Peers, request_metadata
+from cache_store.observations import Observe
+from cache_store.peers import Peer, Peers, request_metadata
 from cache_store.pool import HostKvPool, KvPool
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
+from cache_store.transports import ONE_SIDED
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import fault_async
+from rpc.faults import DROP, DUPLICATE, armed, fault_async
 from rpc.status import from_rpc_error
 
 HELD_UP_S = 0.25  # a timer that is later than this has been held up together with its process
@@ -62,9 +63,11 @@ class LegStreams:
         afterwards, whatever its end is. Fault point `cache_store.load_start`."""
         await fault_async("cache_store.load_start", key=job.key, peer=leg.address, rank=self._identity.rank)
         peer, channel = await self._connect(job, leg)
-        # A peer that was lost a moment ago has no memory any more; whatever else is wrong with it, the call will show.
-        memory = peer.memory
-        leg.transport = GRPC if memory is None else IPC
+        leg.transport = peer.transport
+        if peer.transport in ONE_SIDED and peer.memory is None:  # lost a moment ago
+            raise BatonError(
+                ErrorCode.CONNECTION_RESET_BY_PEER, "the prefill server was lost before the load had begun"
+            )
         settings = self._settings
         load = leg.load = Load(
             self._wanted(job, leg),
@@ -72,7 +75,7 @@ class LegStreams:
             settings.load_progress_timeout_s,
             settings.publish_timeout_s,
             # What a one-sided transfer has led to is known before the request's deadline, not at it.
-            job.deadline if memory is None else job.deadline - settings.return_before_deadline_s,
+            job.deadline - settings.return_before_deadline_s if peer.transport in ONE_SIDED else job.deadline,
             self._clock,
             observe=self._observe,
             transport=leg.transport,
@@ -84,9 +87,9 @@ class LegStreams:
         if job.traceparent:
             metadata += (("traceparent", job.traceparent),)
         call = stub(self._request(job, leg, load).SerializeToString(), timeout=timeout, metadata=metadata)
-        landing = self._landing(job, leg, memory, load, call.cancel)
+        landing = self._landing(job, leg, peer, load, call.cancel)
         try:
-            await self._receive(load, call, landing)
+            await self._receive(job.key, load, call, landing)
         except grpc.RpcError as exc:
             # The call's own deadline is that of the request.
             limited = not math.isinf(job.deadline)
@@ -112,25 +115,23 @@ class LegStreams:
                 leg.hold_until = self._clock() + settings.quarantine_s
             await landing.quiet()
 
-    def _landing(
-        self, job: Job, leg: Leg, memory: OpenMemory | None, load: Load, wake: Callable[[], object]
-    ) -> Landing:
+    def _landing(self, job: Job, leg: Leg, peer: Peer, load: Load, wake: Callable[[], object]) -> Landing:
         staging = self._staging
-        if staging is None:
-            assert isinstance(self._pool, HostKvPool)
-            return HostLanding(self._pool)
-        if memory is None:
+        if peer.memory is not None:
+
+            async def prove() -> None:
+                await self._peers.renew(leg.address, reference(job.key, job.source, load.generation), reading=True)
+
+            limits = FetchLimits(
+                steal_at=job.deadline - self._settings.steal_before_deadline_s,
+                wait_s=self._settings.transfer_wait_timeout_s,
+                clock=self._clock,
+            )
+            return FetchLanding(peer.memory.fetcher, wake, job.after, peer.memory, leg.shares, prove, limits)
+        if staging is not None:
             return StagedLanding(staging, wake, job.after)
-
-        async def prove() -> None:
-            await self._peers.renew(leg.address, reference(job.key, job.source, load.generation), reading=True)
-
-        limits = FetchLimits(
-            steal_at=job.deadline - self._settings.steal_before_deadline_s,
-            wait_s=self._settings.transfer_wait_timeout_s,
-            clock=self._clock,
-        )
-        return FetchLanding(staging, wake, job.after, memory, leg.shares, prove, limits)
+        assert isinstance(self._pool, HostKvPool)
+        return HostLanding(self._pool)
 
     async def _connect(self, job: Job, leg: Leg) -> tuple[Peer, grpc.aio.Channel]:
         """The peer, after a handshake, and a channel to it that is connected."""
@@ -143,7 +144,7 @@ class LegStreams:
                 ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"
             ) from None
 
-    async def _receive(self, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any], landing: Landing) -> None:
+    async def _receive(self, key: str, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any], landing: Landing) -> None:
         """Reads the stream to its end, as long as the load allows it to take."""
         watch = _Watch(load, call.cancel, self._clock)
         try:
@@ -151,7 +152,13 @@ class LegStreams:
                 message = await call.read()
                 if message is grpc.aio.EOF:
                     break
-                await self._consume(load, cast(bytes, message), landing)
+                effect = (
+                    await fault_async("cache_store.read_event", key=key, rank=self._identity.rank) if armed() else 0
+                )
+                if not effect & DROP:
+                    await self._consume(load, cast(bytes, message), landing)
+                if effect & DUPLICATE:
+                    await self._consume(load, cast(bytes, message), landing)
                 watch.moved()
         except asyncio.CancelledError:
             if watch.fired:

@@ -16,7 +16,8 @@ from typing import NoReturn
 from cache_store import checksum
 from cache_store.events import Timeline
 from cache_store.layout import GroupLayout
-from cache_store.observations import GRPC, IPC, Observe, ignore
+from cache_store.observations import Observe, ignore
+from cache_store.transports import GRPC, ONE_SIDED
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
 
@@ -122,7 +123,7 @@ class Load:
     def expect(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> WantedHere:
         """Checks a piece event against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH.
 
-        With the transport ipc an event has no bytes, and says where each block lies instead.
+        With a one-sided transport an event has no bytes, and says where each block lies instead.
         """
         pending = self._pending.get(header.group)
         layer = header.layer
@@ -133,7 +134,7 @@ class Load:
             self._count("unknown", max(1, len(header.blocks)))
             self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
         wanted, blocks = pending.wanted, header.blocks
-        direct = self.transport == IPC
+        direct = self.transport in ONE_SIDED
         expected_bytes = 0 if direct else wanted.piece_bytes * len(blocks)
         if header.block_bytes != wanted.piece_bytes or data_bytes != expected_bytes or not blocks:
             self.fail_with(

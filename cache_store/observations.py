@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from cache_store.events import Observation
 
-GRPC = "grpc"  # values of the label `transport`
-IPC = "ipc"
 MAX_SAMPLES = 20_000
 
 Observe: TypeAlias = "Callable[..., None]"  # observe(name, value=1, **labels)

@@ -63,11 +63,7 @@ class ParkingTable:
         if (key, rank) in self._parked:
             raise BatonError(ErrorCode.DUPLICATE_REQUEST, "a load of this key is waiting already")
         if len(self._parked) >= self._max_entries or self._per_peer[peer] >= self._max_per_peer:
-            raise BatonError(
-                ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED,
-                "too many loads wait for their prefill; try again later",
-                metadata={"parked": str(len(self._parked)), "parked_of_peer": str(self._per_peer[peer])},
-            )
+            raise parking_full(parked=str(len(self._parked)), parked_of_peer=str(self._per_peer[peer]))
         entry = Parked(key, rank, peer, self._clock() + self._max_wait_s)
         self._parked[key, rank] = entry
         self._of_key.setdefault(key, []).append(entry)
@@ -134,3 +130,12 @@ class ParkingTable:
         if not self._per_peer[entry.peer]:
             del self._per_peer[entry.peer]
         entry.notify()
+
+
+def parking_full(**counts: str) -> BatonError:
+    """A load that cannot wait here: what its reader is told."""
+    return BatonError(
+        ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED,
+        "too many loads wait for their prefill; try again later",
+        metadata=counts,
+    )

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,16 +15,18 @@ import grpc
 import grpc.aio
 
 from cache_store import handshake
-from cache_store.handshake import Offer
+from cache_store.fetching import Fetcher
 from cache_store.layout import AgentIdentity
-from cache_store.observations import IPC, Observe
+from cache_store.observations import Observe
 from cache_store.service import handshake_result
 from cache_store.settings import AgentSettings
-from cache_store.staging import CopyEngine, MemoryUnavailable, PeerMemory
+from cache_store.staging import MemoryUnavailable, PeerMemory
+from cache_store.transports import GRPC, ONE_SIDED, Offer
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from rpc.channels import ChannelPool, Connection
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import fault_async
 from rpc.ids import split_request_key
 from rpc.status import from_rpc_error
 
@@ -42,11 +44,12 @@ class PeerState(StrEnum):
 
 
 class OpenMemory:
-    """Memory of a peer's engine, opened. It is closed when it has been retired and no load reads it any more: a mapping
-    keeps the memory of an engine that has ended, so a lost peer's is given up."""
+    """Memory of a peer's engine, opened for reads by `fetcher`. It is closed when it has been retired and no load reads
+    it any more: a mapping keeps the memory of an engine that has ended, so a lost peer's is given up."""
 
-    def __init__(self, memory: PeerMemory) -> None:
+    def __init__(self, memory: PeerMemory, fetcher: Fetcher) -> None:
         self.memory = memory
+        self.fetcher = fetcher
         self._users = 0
         self._retired = False
 
@@ -84,8 +87,11 @@ class Peer:
     engine_id: str = ""
     checksum: str = ""
     lease_seconds: float = 0.0
-    memory: OpenMemory | None = None  # with the transport ipc
-    closed_to_us: str = ""  # engine whose memory could not be opened
+    transport: str = GRPC
+    memory: OpenMemory | None = None  # with a one-sided transport
+    data_port: int = 0  # with tcp
+    closed_to_us: set[str] = field(default_factory=set)  # transports that turned out not to work with `closed_engine`
+    closed_engine: str = ""
     lost_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -107,15 +113,15 @@ class Peers:
         identity: AgentIdentity,
         settings: AgentSettings,
         offer: Offer,
-        copies: CopyEngine | None,
+        fetchers: Mapping[str, Fetcher],
         observe: Observe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`copies` opens the memory of peers where the offer has ipc."""
+        """`fetchers`: one for each one-sided transport of the offer."""
         self._identity = identity
         self._settings = settings
         self._offer = offer
-        self._copies = copies
+        self._fetchers = fetchers
         self._observe = observe
         self._clock = clock
         self._peers: dict[str, Peer] = {}
@@ -164,19 +170,23 @@ class Peers:
             while True:
                 attempts -= 1
                 try:
-                    if not await self._shake_hands(peer, engine_id):
-                        await self._shake_hands(peer, engine_id)
+                    while not await self._shake_hands(peer, engine_id):
+                        pass  # every time with one transport less
                     return peer
                 except BatonError as error:
                     if error.code is not ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED or attempts <= 0:
                         raise
 
     async def _shake_hands(self, peer: Peer, engine_id: str) -> bool:
-        """False: agreed upon ipc, but the peer's memory cannot be opened; the next attempt leaves ipc out."""
+        """False: the transport that was agreed upon does not work; the next attempt leaves it out."""
         began = self._clock()
         result = "failed"
         try:
-            offer = self._offer.without(IPC) if peer.closed_to_us == engine_id else self._offer
+            await fault_async("cache_store.handshake", side="decode", peer=peer.address, rank=self._identity.rank)
+            if peer.closed_engine != engine_id:
+                peer.closed_engine = engine_id
+                peer.closed_to_us.clear()
+            offer = self._offer.without(*peer.closed_to_us)
             request = handshake.make_request(self._identity, engine_id, self._settings.checksum, offer)
             data = await self._call(
                 peer.address, "Handshake", request.SerializeToString(), self._settings.connect_timeout_s, ()
@@ -191,13 +201,15 @@ class Peers:
                     metadata={"contract_breach": "absent_field", "breach": "handshake without its result"},
                 )
             memory = None
-            if response.transport == IPC:
-                memory = await self._open(peer, engine_id, response.memory)
+            if response.transport in ONE_SIDED:
+                memory = await self._open(peer, response.transport, response.memory)
                 if memory is None:
                     result = "ok"
                     return False
             peer.forget_memory()
             peer.memory = memory
+            peer.transport = response.transport
+            peer.data_port = response.data_port
             peer.state = PeerState.CONNECTED
             peer.engine_id = engine_id
             peer.checksum = response.checksum
@@ -214,23 +226,26 @@ class Peers:
             self._observe("handshakes_total", result=result)
             self._observe("handshake_seconds", self._clock() - began, result=result)
 
-    async def _open(self, peer: Peer, engine_id: str, shared: pb.SharedPool) -> OpenMemory | None:
+    async def _open(self, peer: Peer, transport: str, shared: pb.SharedPool) -> OpenMemory | None:
         """The peer's memory. None: it cannot be opened, which is said once, and another transport has to do.
 
         Raises INCOMPATIBLE_PEER when no other is allowed.
         """
-        assert self._copies is not None
+        fetcher = self._fetchers[transport]
         try:
             self._check_shared(shared)
-            return OpenMemory(await asyncio.to_thread(self._copies.open, shared))
+            return OpenMemory(await fetcher.open(shared), fetcher)
         except MemoryUnavailable as error:
-            if self._offer.without(IPC).transports:
-                _log.warning("peer=%s: transport ipc is not possible, using grpc: %s", peer.address, error)
-                peer.closed_to_us = engine_id
+            peer.closed_to_us.add(transport)
+            if self._offer.without(*peer.closed_to_us).transports:
+                self._observe("kv_transport_fallbacks_total", transport=transport, reason="memory")
+                _log.warning(
+                    "peer=%s: transport %s is not possible, so it is left out: %s", peer.address, transport, error
+                )
                 return None
             raise BatonError(
                 ErrorCode.INCOMPATIBLE_PEER,
-                "the prefill server's KV memory cannot be opened here; use --kv-transport auto",
+                f"the prefill server's KV memory cannot be opened here by {transport}; use --kv-transport auto",
                 metadata={"transports": str(error)[:256]},
             ) from None
 
@@ -275,7 +290,7 @@ class Peers:
 
     def next_look_in(self) -> float:
         """Seconds until `look_after` is due, because a mapping keeps the memory of an engine that has ended."""
-        return MEMORY_LOOK_S if IPC in self._offer.transports else math.inf
+        return MEMORY_LOOK_S if self._fetchers else math.inf
 
     async def renew(self, address: str, reference: pb.KvReference, reading: bool = False) -> float:
         """Seconds until the lease ends. Raises what the service raises, and transport failures.

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from cache_store.layout import GroupLayout
-from cache_store.staging import CopyEngine
+from cache_store.shared_memory import MemoryFile, describe
+from cache_store.staging import CopyEngine, MemoryUnavailable
+from protos import cache_store_pb2 as pb
 
 
 class KvPool(Protocol):
@@ -33,9 +35,18 @@ class StagedKvPool:
 
 
 class HostKvPool:
-    """A pool over host memory: per layer one writable, contiguous buffer of num_blocks x block_bytes bytes."""
+    """A pool over host memory: per layer one writable, contiguous buffer of num_blocks x block_bytes bytes.
 
-    def __init__(self, layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[Any]]) -> None:
+    `files`, one per layer of each group, are those buffers' files where other processes may read them.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        layers: Mapping[str, Sequence[Any]],
+        files: Mapping[str, Sequence[MemoryFile]] | None = None,
+    ) -> None:
+        self._files = files
         self._block_bytes: dict[str, int] = {}
         self._num_blocks: dict[str, int] = {}
         self._layers: dict[str, list[memoryview]] = {}
@@ -67,3 +78,18 @@ class HostKvPool:
 
     def num_blocks(self, group: str) -> int:
         return self._num_blocks[group]
+
+    def layer(self, group: str, layer: int) -> memoryview:
+        """The whole memory of a layer (format 'B', contiguous); aliases the pool."""
+        return self._layers[group][layer]
+
+    @property
+    def shareable(self) -> bool:
+        """Whether other processes of this machine can open this memory."""
+        return self._files is not None
+
+    def share(self) -> pb.SharedPool:
+        """How another process of this machine opens this memory. Raises MemoryUnavailable."""
+        if self._files is None:
+            raise MemoryUnavailable("the KV memory is not in memory files")
+        return describe(self._files)

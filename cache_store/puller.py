@@ -17,20 +17,21 @@ from typing import Any
 
 from cache_store import wire
 from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed, Timeline
-from cache_store.handshake import Offer
+from cache_store.fetching import Fetcher
 from cache_store.job import Job, Leg, make_legs, reader_rank, reference
 from cache_store.layout import AgentIdentity
 from cache_store.leg_stream import LegStreams
 from cache_store.load import Load, LoadState
-from cache_store.observations import IPC, Observe
+from cache_store.observations import Observe
 from cache_store.peers import Peers
 from cache_store.pool import KvPool
 from cache_store.service import observe_failure
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging, Ticket
+from cache_store.transports import ONE_SIDED, Offer
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import fault_async
+from rpc.faults import DROP, DUPLICATE, fault_async
 
 FAILURE_MARKER = "PD_CACHE_KEY_READ_FAILED"
 
@@ -75,6 +76,7 @@ class Puller:
         pool: KvPool,
         staging: Staging | None,
         offer: Offer,
+        fetchers: Mapping[str, Fetcher],
         settings: AgentSettings,
         observe: Observe,
         emit: Callable[[AgentEvent], None],
@@ -88,8 +90,7 @@ class Puller:
         self._emit = emit
         self._spawn = spawn
         self._clock = clock
-        copies = None if staging is None else staging.copies
-        self.peers = Peers(identity, settings, offer, copies, observe, clock)
+        self.peers = Peers(identity, settings, offer, fetchers, observe, clock)
         self._streams = LegStreams(identity, pool, staging, settings, self.peers, observe, clock)
         self._jobs: dict[str, Job] = {}
         self._renewals: dict[str, tuple[KvSourceRef, asyncio.Task[None]]] = {}
@@ -326,7 +327,7 @@ class Puller:
         else:
             self._let_go(job.key)
         # With ipc, bytes that were read late may be those of another request.
-        foreign = any(leg.transport == IPC and leg.sent for leg in job.legs)
+        foreign = any(leg.transport in ONE_SIDED and leg.sent for leg in job.legs)
         return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign, job.transport)
 
     def _keep(self, job: Job, generations: dict[str, int | None], now: float) -> None:
@@ -396,10 +397,15 @@ class Puller:
 
     async def _release(self, address: str, request: pb.ReleaseRequest) -> None:
         """Told once: when it does not arrive, the lease ends by its own clock."""
+        key = request.reference.request_key
         try:
-            await self.peers.release(address, request)
+            effect = await fault_async("cache_store.release", key=key, side="decode", rank=self._identity.rank)
+            if not effect & DROP:
+                await self.peers.release(address, request)
+            if effect & DUPLICATE:
+                await self.peers.release(address, request)
         except BatonError as error:
-            _log.info("release of %s at %s: %s", request.reference.request_key, address, error)
+            _log.info("release of %s at %s: %s", key, address, error)
 
     # ---- leases that no stream renews: of queued requests, and of a load's other ranks
 

@@ -81,8 +81,8 @@ class Sender(ABC):
         reader, clock = self._reader, self._link.clock
         lease = reader.lease
         started = pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)
-        await self._write(pb.LoadEvent(started=started).SerializeToString())
-        await self._write(_STARTED_RUNNING)
+        await self._write(pb.LoadEvent(started=started).SerializeToString(), "started")
+        await self._write(_STARTED_RUNNING, "running")
         computed = False
         told = lease.published
         told_at = clock()
@@ -90,21 +90,21 @@ class Sender(ABC):
             self._changed.clear()
             if lease.state is LeaseState.COMPUTED and not computed:
                 computed = True
-                await self._write(_COMPUTED)
+                await self._write(_COMPUTED, "computed")
             if await self._advance():
                 told, told_at = lease.published, clock()
             elif computed:
                 break
             elif lease.published != told and (wait := told_at + HEARTBEAT_S - clock()) <= 0:
                 # The reader's progress limit must not strike while the prompt advances in blocks it already has.
-                await self._write(_STARTED_RUNNING)
+                await self._write(_STARTED_RUNNING, "running")
                 told, told_at = lease.published, clock()
             else:
                 await self._sleep(wait if lease.published != told else None)
         result = lease.result
         self._link.let_go(reader, True)
         done = pb.Done(result=result, pieces=reader.pieces_sent)
-        await self._write(pb.LoadEvent(done=done).SerializeToString())
+        await self._write(pb.LoadEvent(done=done).SerializeToString(), "done")
 
     async def _sleep(self, until_heartbeat: float | None) -> None:
         """Until the lease changes; raises CACHE_STORE_LOAD_BUFFER_TIMEOUT when nothing happens for too long."""
@@ -139,7 +139,7 @@ class Sender(ABC):
             self._check_stop()
         return blocks
 
-    async def _faulty(self, run: Run, block: int) -> bool:
+    async def _faulty(self, run: Run, block: int) -> int:
         return await faults.fault_async(
             "cache_store.send_piece",
             key=self._reader.lease.key,
@@ -161,16 +161,36 @@ class Sender(ABC):
         if checksum.covered(self._link.checksum, run.layer, blocks[0]):
             for view in views:
                 sums += checksum.checksums(view, run.wanted.piece_bytes)
-        return wire.encode_piece(self._header(run, blocks, checksums=sums), views)
+        message = wire.encode_piece(self._header(run, blocks, checksums=sums), views)
+        if faults.armed() and faults.fault(
+            "cache_store.piece_bytes",
+            key=self._reader.lease.key,
+            group=run.wanted.layout.tag,
+            layer=run.layer,
+            rank=self._link.rank,
+        ):
+            return message[:-1] + bytes((message[-1] ^ 1,))  # the payload is the event's last field
+        return message
 
     async def _send(self, message: bytes, pieces: int, size: int) -> None:
-        await self._write(message)
+        await self._write(message, "pieces")
         self._reader.sent(pieces, self._link.clock())
         self._link.observe("kv_transfer_bytes_total", size, transport=self.transport, direction="sent")
 
     # ---- the stream
 
-    async def _write(self, message: bytes) -> None:
+    async def _write(self, message: bytes, kind: str) -> None:
+        """Sends an event. Fault point `cache_store.send_event` with the kind."""
+        effect = 0
+        if faults.armed():
+            key = self._reader.lease.key
+            effect = await faults.fault_async("cache_store.send_event", key=key, kind=kind, rank=self._link.rank)
+        if not effect & faults.DROP:
+            await self._hand_over(message)
+        if effect & faults.DUPLICATE:
+            await self._hand_over(message)
+
+    async def _hand_over(self, message: bytes) -> None:
         """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile.
 
         The message is a copy, so the reader lets go of the blocks then, whether or not its peer takes the message.

@@ -19,26 +19,26 @@ import grpc
 import grpc.aio
 
 from cache_store import handshake, wire
-from cache_store.handshake import Offer
 from cache_store.layout import AgentIdentity
 from cache_store.lease import LeaseTable, again
-from cache_store.observations import GRPC, IPC, Observe
-from cache_store.parking import ParkedState, ParkingTable
+from cache_store.observations import Observe
+from cache_store.parking import ParkedState, ParkingTable, parking_full
 from cache_store.pool import HostKvPool, KvPool
 from cache_store.reader import Reader, WantedGroup, make_caller
 from cache_store.sending import HostSender, Link, NoticeSender, Sender, StagedSender
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
 from cache_store.tp_mapping import PeerShare
+from cache_store.transports import GRPC, ONE_SIDED, Offer
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import fault_async
+from rpc.faults import DROP, DUPLICATE, fault, fault_async
 from rpc.ids import valid_request_id
 from rpc.logs import request_id_var
 from rpc.server import current_traceparent
 
 STAGE = "publish"
-MAX_NOTICE_BYTES = 1 << 30  # what one event of the transport ipc speaks of
+MAX_NOTICE_BYTES = 1 << 30  # what one event of a one-sided transport speaks of
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
@@ -131,6 +131,7 @@ class CacheStoreService:
         began = self._clock()
         result = "failed"
         try:
+            await fault_async("cache_store.handshake", side="prefill", peer=context.peer(), rank=self._identity.rank)
             response = handshake.answer(
                 self._identity,
                 wire.parse(pb.HandshakeRequest, data),
@@ -170,9 +171,15 @@ class CacheStoreService:
         wire.check_reader(request.reader)
         cause = wire.error_of(request.cause) if request.HasField("cause") else None
         try:
+            key = request.reference.request_key
+            effect = await fault_async("cache_store.release", key=key, side="prefill", rank=self._identity.rank)
             self._check_engine(request.reference)
             caller, _ = make_caller(self._identity, request.reader.rank, request.reader.tp_size)
-            found = self._table.release(request.reference.request_key, generation, request.complete, cause, caller)
+            found = False
+            if not effect & DROP:
+                found = self._table.release(key, generation, request.complete, cause, caller)
+            if effect & DUPLICATE:
+                self._table.release(key, generation, request.complete, cause, caller)
         except BatonError as error:
             observe_failure(self._observe, error)
             raise
@@ -251,9 +258,11 @@ class CacheStoreService:
         wanted = self._wanted(request, shares)
         reference = request.reference
         generation = reference.generation if reference.HasField("generation") else None
-        direct = request.transport == IPC
-        if direct and not self._offer.shares_memory:
-            raise wire.out_of_range("transport", request.transport, GRPC)
+        transport = request.transport or GRPC
+        if not self._offer.serves(transport):
+            served = [each for each in self._offer.transports if self._offer.serves(each)]
+            raise wire.out_of_range("transport", transport, ", ".join(served))
+        direct = transport in ONE_SIDED
         # A notice has no payload: all blocks of a layer that are ready together are one event.
         chunk_bytes = MAX_NOTICE_BYTES if direct else min(request.chunk_bytes, self._settings.chunk_bytes)
 
@@ -265,6 +274,8 @@ class CacheStoreService:
         reader = try_open()
         if reader is not None:
             return reader
+        if fault("cache_store.queue", key=reference.request_key, what="park", rank=self._identity.rank):
+            raise parking_full()
         entry = self._parking.park(reference.request_key, peer, caller.rank)
         woken = asyncio.Event()
         entry.notify = woken.set

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from cache_store.checksum import MODES
-from cache_store.observations import GRPC, IPC
+from cache_store.transports import TRANSPORTS
 
-TRANSPORTS = (IPC, GRPC)  # best first
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1024 * 1024
 
@@ -18,7 +17,7 @@ class AgentSettings:
 
     lease_seconds: float = 30.0  # staged KV without renewal lives this long after it was computed
     checksum: str = "all"  # off, sample, all; of two peers the stricter decides
-    transport: str = "auto"  # auto: the best that both sides have; ipc, grpc: that one or none
+    transport: str = "auto"  # auto: the best that both sides have; a name of `TRANSPORTS`: that one or none
     chunk_bytes: int = MAX_CHUNK_BYTES  # largest payload of one event; at least one block is always sent whole
     queue_size: int = 1000  # parked loads in all, and engine commands not yet taken up by the agent
     parked_per_peer: int = 250  # parked loads of one connection

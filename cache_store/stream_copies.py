@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cache_store.host_copies import check_rows
+from cache_store.row_copies import check_rows
 from cache_store.rows import Rows, paired_runs, runs
 from cache_store.staging import PeerMemory, Slot, Ticket
 from protos import cache_store_pb2 as pb

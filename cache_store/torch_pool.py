@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from cache_store.layout import GroupLayout
 from cache_store.pool import HostKvPool
+from cache_store.shared_memory import MemoryFile
+
+
+class SharedLayers:
+    """KV tensors in memory that other processes of this machine can read. `files`: by cache group one per layer."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, list[MemoryFile]] = {}
+
+    def zeros(self, tag: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The next layer of a group, contiguous. Raises OSError where there is no memory."""
+        file = MemoryFile(math.prod(shape) * dtype.itemsize)
+        self.files.setdefault(tag, []).append(file)
+        return torch.frombuffer(file.view, dtype=dtype).view(*shape)
 
 
 class TorchKvPool(HostKvPool):
     """A pool over per-layer tensors [num_blocks, 2, num_kv_heads, block_size, head_dim] on the CPU.
 
-    The views alias the tensors' storage, which must stay where it is as long as the pool lives.
+    The views alias the tensors' storage, which must stay where it is as long as the pool lives. `shared`: of what the
+    tensors were made, where other processes may read them.
     """
 
-    def __init__(self, layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        layers: Mapping[str, Sequence[torch.Tensor]],
+        shared: SharedLayers | None = None,
+    ) -> None:
         check_layers(layouts, layers, "cpu")
         buffers = {
             layout.tag: [
@@ -25,7 +46,7 @@ class TorchKvPool(HostKvPool):
             for layout in layouts
         }
         self._keep_alive = {tag: tuple(tensors) for tag, tensors in layers.items()}
-        super().__init__(layouts, buffers)
+        super().__init__(layouts, buffers, shared.files if shared is not None else None)
 
 
 def check_layers(

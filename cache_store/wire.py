@@ -16,7 +16,8 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from cache_store.checksum import MODES
-from cache_store.settings import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, TRANSPORTS
+from cache_store.settings import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from cache_store.transports import TRANSPORTS
 from protos import cache_store_pb2, errors_pb2
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import split_request_key

@@ -14,7 +14,7 @@ from front.validation import missing, read_kv_source
 from front.wire import FINISH_REASONS, prefill_result, timeline, token_output
 from protos import common_pb2, decode_pb2, decode_pb2_grpc
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import fault_async
+from rpc.faults import armed, fault_async
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,6 +66,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 loaded = decode_pb2.Loaded(prefill=_prefill_of(output))
                 await context.write(decode_pb2.DecodeEvent(loaded=loaded))
             if output.tokens:
+                if armed():
+                    await fault_async("decode.tokens", request_key=request.request_key)
                 tokens = decode_pb2.Tokens(tokens=[token_output(token) for token in output.tokens])
                 if output.prefill is not None and not output.loaded:  # the prompt was computed here
                     tokens.prefill.CopyFrom(_prefill_of(output))

@@ -14,7 +14,7 @@ from rpc.errors import BatonError, ErrorCode
 
 ROLES = ("prefill", "decode")
 CHECKSUMS = ("off", "sample", "all")
-TRANSPORTS = ("auto", "ipc", "grpc")
+TRANSPORTS = ("auto", "ipc", "nixl", "tcp", "grpc")
 LOAD_FAILURE_POLICIES = ("retry", "recompute", "fail")
 TENSOR_PARALLEL_FLAG = "--tensor-parallel-size"
 MOST_RANKS = 16

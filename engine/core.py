@@ -38,6 +38,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sockets import has_message
 from engine.transfer import AgentTransfer
 from rpc.errors import BatonError, ErrorCode
+from rpc.faults import clock as fault_clock
 from rpc.faults import fault
 from rpc.graph_status import PrefillGraphStatus
 from rpc.log_limit import LogLimit
@@ -106,7 +107,7 @@ class EngineCore:
         )
         self.runner = runner
         self.agent = agent
-        self.time = StepTime(clock)
+        self.time = StepTime(fault_clock("engine.clock", clock, rank=0))
         self.kv = kv or KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
         self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
         self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time, grammars)

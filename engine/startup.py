@@ -113,9 +113,10 @@ def finish_rank(
             free_bytes=free_memory_bytes() // config.tensor_parallel_size,  # the ranks share it
         )
     num_blocks = runner.agreed_blocks(num_blocks)
+    shared = transfer.shared_layers(config, runner.device.type)
     try:
-        runner.init_kv(1 + num_blocks + spare)  # block 0, and graph scratch
-    except RuntimeError as error:  # torch's way to say that the allocation failed
+        runner.init_kv(1 + num_blocks + spare, shared.zeros if shared is not None else None)  # block 0, graph scratch
+    except (RuntimeError, OSError) as error:  # RuntimeError: torch's way to say that the allocation failed
         raise BatonError(
             ErrorCode.INVALID_PARAMS,
             f"{num_blocks} KV blocks of {runner.kv_bytes_per_block()} bytes cannot be allocated; "
@@ -137,7 +138,7 @@ def finish_rank(
     identity = transfer.agent_identity(
         engine_id, runner.model_fingerprint, runner.groups, config.rank, config.tensor_parallel_size
     )
-    pool = transfer.kv_pool(identity.groups, runner.kv_layers, runner.device.type)
+    pool = transfer.kv_pool(identity.groups, runner.kv_layers, runner.device.type, shared)
     agent = CacheStoreAgent(identity, pool, transfer.agent_settings(config), wake=wake)
     port = config.cache_store_port + config.rank if config.cache_store_port else 0
     address = agent.start(config.host, port)

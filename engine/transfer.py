@@ -16,6 +16,7 @@ from cache_store.agent import AgentIdentity, AgentSettings, CacheStoreAgent, KvS
 from cache_store.events import LeaseEnded, LoadDone, LoadFailed
 from cache_store.layout import GroupLayout
 from cache_store.pool import KvPool
+from cache_store.transports import IPC
 from engine.config import EngineConfig
 from engine.messages import FinishReason, KvGroupInfo, PrefillInfo, PromptLogprob, RunMode, TokenLogprob
 from engine.parallel.agent_messages import Share, Shares
@@ -28,6 +29,7 @@ from rpc.errors import BatonError, ErrorCode
 if TYPE_CHECKING:
     import torch
 
+    from cache_store.torch_pool import SharedLayers
     from engine.parallel.agents import RankAgents
 
 HAND_OVER_S = 0.005  # longest time that a computed layer waits for the next ones
@@ -82,8 +84,23 @@ def agent_identity(
     return AgentIdentity(engine_id, model_fingerprint, layouts[0].dtype, layouts, tp_size=tp_size, rank=rank)
 
 
-def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], device_type: str) -> KvPool:
-    """The agent's view of the KV tensors, per group one per layer: in place on the CPU, by copy streams on CUDA."""
+def shared_layers(config: EngineConfig, device_type: str) -> SharedLayers | None:
+    """Where the KV tensors of a server on the CPU come from whose KV others of this machine may read; else None."""
+    if device_type != "cpu" or config.role != "prefill" or config.kv_transport not in ("auto", IPC):
+        return None
+    from cache_store.torch_pool import SharedLayers
+
+    return SharedLayers()
+
+
+def kv_pool(
+    layouts: Sequence[GroupLayout],
+    layers: Mapping[str, Sequence[torch.Tensor]],
+    device_type: str,
+    shared: SharedLayers | None = None,
+) -> KvPool:
+    """The agent's view of the KV tensors, per group one per layer: in place on the CPU, by copy streams on CUDA.
+    shared: of what they were made, if other processes may read them."""
     if device_type == "cuda":
         from cache_store.cuda_pool import CudaKvPool
         from kernels import block_copy, jit
@@ -91,7 +108,7 @@ def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.
         return CudaKvPool(layouts, layers, block_copy if jit.available("cuda") else None)
     from cache_store.torch_pool import TorchKvPool
 
-    return TorchKvPool(layouts, layers)
+    return TorchKvPool(layouts, layers, shared)
 
 
 def to_wire(answer: Answer) -> common_pb2.PrefillResult:

@@ -46,13 +46,17 @@ class Admission:
             self._active += 1
             return None
         if self.depth >= self._queue_size:
-            message = f"{self._queue_size} requests are waiting already; try again later"
-            raise BatonError(ErrorCode.ROUTER_QUEUE_FULL, message, stage="queue")
+            raise self.full()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._count += 1
         heapq.heappush(self._waiting, (priority, self._count, turn))
         self._on_depth(self.depth)
         return turn
+
+    def full(self) -> BatonError:
+        """What a request is told for which there is no room."""
+        message = f"{self._queue_size} requests are waiting already; try again later"
+        return BatonError(ErrorCode.ROUTER_QUEUE_FULL, message, stage="queue")
 
     async def wait(self, turn: asyncio.Future[None]) -> None:
         """Waits for a turn. Raises ROUTER_QUEUE_TIMEOUT. Whoever leaves early gives a turn that came meanwhile back."""

@@ -21,7 +21,7 @@ from router.open_requests import LegNote, OpenRequest
 from router.requests import MAX_SEED, FinishEvent, FinishReason, RouterRequest, TokensEvent
 from router.worker import Worker
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import armed, fault_async
+from rpc.faults import armed, fault, fault_async
 from rpc.ids import request_key
 from rpc.stages import StopCheck, enter_stage
 
@@ -175,6 +175,8 @@ class Run:
         await fault_async("router.stage", stage=self._clock.stage, request_id=self._request.request_id)
 
     async def _admit(self) -> None:
+        if fault("router.queue", request_id=self._request.request_id):
+            raise self._context.admission.full()
         turn = self._context.admission.enter(self._request.priority)
         if turn is not None:
             stop = asyncio.ensure_future(self._stopped.wait())

@@ -1,50 +1,62 @@
-"""Fault points: named hooks in product code that only a test can arm.
+"""Fault points: named hooks in product code, off unless somebody arms them.
 
 Armed by the environment variable `BATON_FAULTS`, read once when this module is imported, or by `arm()` in a
 test that runs the code in its own process. Unarmed, a fault point costs one truth test of an empty
 dictionary.
 
-    BATON_FAULTS="name:action=value[,key=value];name:..."
+    BATON_FAULTS="name:action[=value][,key=value];name:..."
 
-Actions: `delay=SECONDS`, `raise=CODE_NAME` (or its number), `drop` (the caller leaves out what the point
-stands for). `nth=N` lets only the N-th matching call through to the action (from 1), `every=N` each N-th one,
-`times=N` at most N. Every other `key=value` must equal the label of that name, so
+Points, their labels and actions are those of `rpc.fault_points`. Actions: `delay=SECONDS`, `raise=CODE_NAME` (or its
+number), `drop` (the caller leaves out what the point stands for), `duplicate` (it happens twice), `corrupt` (a byte of
+a payload changes), `full` (a queue refuses), `jump=SECONDS` (a clock goes forward).
+
+Which of the calls are hit: `nth=N` only the N-th (from 1), `every=N` each N-th one, `probability=P` each with that
+chance, `times=N` at most N. The draws of a fault are a function of `seed=N` (default 0), its point and its place in the
+variable, so equal calls are hit alike in every run. Every other `key=value` must equal the label of that name, so
 `engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning, so
 `request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
-
-Points: `router.stage` (stage, request_id; any but queue), `request.admit` (role, request_key), `engine.stage` (stage,
-request_key), `engine.step` (kind, request_key of its first row, rank), `engine.layer` (group, layer, rank),
-`engine.load`, `engine.rest` and `engine.stop` (rank), `engine.ordered` (kind; on rank 0, once the other ranks have the
-step), `prefill.answer`, `decode.reserved` (request_key), `cache_store.load_start` (key, peer), `cache_store.load_open`,
-`cache_store.publish` (key), `cache_store.send_piece` (key, group, layer, block), `cache_store.renew` (key, side), all
-of them with the rank whose cache store it is, `prefill_graph.capture`, `prefill_graph.prepare`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rpc import fault_points
 from rpc.errors import BatonError, ErrorCode
 
 VARIABLE = "BATON_FAULTS"
+# What the caller of a point has to do, as the bits of one number.
+DROP = 1
+DUPLICATE = 2
+CORRUPT = 4
+FULL = 8
+_EFFECTS = {"drop": DROP, "duplicate": DUPLICATE, "corrupt": CORRUPT, "full": FULL}
+_COUNTS = ("nth", "every", "times", "seed")
+_TIMED = {"delay": "delay_s", "jump": "jump_s"}
 
 
 @dataclass
 class _Fault:
     point: str
-    action: str  # delay, raise, drop
+    action: str = ""
     delay_s: float = 0.0
+    jump_s: float = 0.0
     code: ErrorCode = ErrorCode.UNKNOWN_ERROR
     nth: int = 0
     every: int = 0
     times: int = 0
+    probability: float = 1.0
+    seed: int = 0
     labels: dict[str, str] = field(default_factory=dict)
     calls: int = 0
     fired: int = 0
+    draws: random.Random = field(default_factory=random.Random)
 
     def fires(self, labels: dict[str, object]) -> bool:
         if not all(_matches(value, labels.get(key)) for key, value in self.labels.items()):
@@ -56,6 +68,8 @@ class _Fault:
             return False
         if self.times and self.fired >= self.times:
             return False
+        if self.probability < 1.0 and self.draws.random() >= self.probability:
+            return False
         self.fired += 1
         return True
 
@@ -66,6 +80,7 @@ def _matches(wanted: str, label: object) -> bool:
 
 _armed: dict[str, list[_Fault]] = {}
 _lock = threading.Lock()
+_mistake = ""
 
 
 def _parse_code(text: str) -> ErrorCode:
@@ -78,35 +93,73 @@ def _parse_code(text: str) -> ErrorCode:
     return code
 
 
-def _parse_one(text: str) -> _Fault:
-    point, colon, rest = text.partition(":")
-    if not colon or not point.strip() or not rest.strip():
-        raise ValueError(f"{VARIABLE}: {text!r} must have the form name:action=value[,key=value]")
-    fault_ = _Fault(point.strip(), "")
+def _parse_seconds(key: str, value: str) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+def _parse_chance(value: str) -> float:
+    chance = float(value)
+    if not 0 <= chance <= 1:
+        raise ValueError
+    return chance
+
+
+def _parse_one(text: str, place: int) -> _Fault:
+    name, colon, rest = text.partition(":")
+    if not colon or not name.strip() or not rest.strip():
+        raise ValueError(f"{VARIABLE}: {text!r} must have the form name:action[=value][,key=value]")
+    point = fault_points.find(name.strip())
+    if point is None:
+        raise ValueError(f"{VARIABLE}: there is no fault point {name.strip()!r}; docs/chaos.md has them all")
+    found = _Fault(point.name)
     for part in rest.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key in ("delay", "raise", "drop"):
-            if fault_.action:
-                raise ValueError(f"{VARIABLE}: {text!r} has two actions, {fault_.action} and {key}")
-            fault_.action = key
+        if key in fault_points.ACTIONS:
+            if found.action:
+                raise ValueError(f"{VARIABLE}: {text!r} has two actions, {found.action} and {key}")
+            if key not in point.actions:
+                allowed = ", ".join(point.actions)
+                raise ValueError(f"{VARIABLE}: {point.name} has no action {key}, but {allowed}")
+            found.action = key
         elif not equals:
             raise ValueError(f"{VARIABLE}: {part!r} in {text!r} must be key=value")
         try:
-            if key == "delay":
-                fault_.delay_s = float(value)
+            if key in _TIMED:
+                setattr(found, _TIMED[key], _parse_seconds(key, value))
             elif key == "raise":
-                fault_.code = _parse_code(value)
-            elif key in ("nth", "every", "times"):
-                setattr(fault_, key, int(value))
-            elif key != "drop":
-                fault_.labels[key] = value
+                found.code = _parse_code(value)
+            elif key == "probability":
+                found.probability = _parse_chance(value)
+            elif key in _COUNTS:
+                setattr(found, key, int(value))
+            elif key in _EFFECTS:
+                if equals:
+                    raise ValueError(f"{VARIABLE}: {key} takes no value, and has {value!r}")
+            elif key in point.labels:
+                found.labels[key] = value
+            else:
+                known = ", ".join(point.labels)
+                raise ValueError(f"{VARIABLE}: {point.name} has no label {key!r}, but {known}")
         except ValueError as error:
             if str(error).startswith(VARIABLE):
                 raise
-            raise ValueError(f"{VARIABLE}: {key}={value!r} in {text!r} is no number") from None
-    if not fault_.action:
-        raise ValueError(f"{VARIABLE}: {text!r} names no action (delay, raise, drop)")
-    return fault_
+            raise ValueError(f"{VARIABLE}: {key}={value!r} in {text!r} is no number that it can be") from None
+    if not found.action:
+        raise ValueError(f"{VARIABLE}: {text!r} names no action; {point.name} has {', '.join(point.actions)}")
+    found.draws.seed(f"{found.seed}:{found.point}:{place}")
+    return found
+
+
+def parse(spec: str) -> None:
+    """Raises ValueError when `spec` names a point, label or action that does not exist, or cannot be read."""
+    _parse_all(spec)
+
+
+def _parse_all(spec: str) -> list[_Fault]:
+    return [_parse_one(part, place) for place, part in enumerate(spec.split(";")) if part.strip()]
 
 
 def arm(spec: str) -> None:
@@ -114,14 +167,14 @@ def arm(spec: str) -> None:
 
     Raises ValueError, and arms none, when it cannot be parsed.
     """
-    faults = [_parse_one(part) for part in spec.split(";") if part.strip()]
+    faults = _parse_all(spec)
     with _lock:
         for item in faults:
             _armed.setdefault(item.point, []).append(item)
 
 
 def disarm() -> None:
-    """Disarms every fault of this process."""
+    """Disarms every fault of this process. A clock that has jumped stays where it is."""
     with _lock:
         _armed.clear()
 
@@ -131,53 +184,79 @@ def armed() -> bool:
     return bool(_armed)
 
 
+def mistake() -> str:
+    """What was wrong with the variable when the process started; empty when nothing was. No process may go on then."""
+    return _mistake
+
+
 def fired(name: str) -> int:
     """How often the actions of fault point `name` have run."""
     with _lock:
         return sum(item.fired for item in _armed.get(name, ()))
 
 
-def _due(name: str, labels: dict[str, object]) -> tuple[float, BatonError | None, bool]:
-    """Delay in seconds, error to raise, and whether to drop, of this call."""
-    delay_s, error, drop = 0.0, None, False
+def _due(name: str, labels: dict[str, object]) -> tuple[float, BatonError | None, int]:
+    """Delay in seconds, error to raise, and what the caller has to do, of this call."""
+    delay_s, error, effect = 0.0, None, 0
     with _lock:
         for item in _armed.get(name, ()):
             if not item.fires(labels):
                 continue
             delay_s += item.delay_s
-            drop = drop or item.action == "drop"
+            effect |= _EFFECTS.get(item.action, 0)
             if item.action == "raise" and error is None:
                 error = BatonError(item.code, "raised by a fault point", metadata={"fault": name})
-    return delay_s, error, drop
+    return delay_s, error, effect
 
 
-def fault(name: str, **labels: object) -> bool:
-    """Fault point for synchronous code. True means: leave out the thing that the point stands for.
+def fault(name: str, **labels: object) -> int:
+    """Fault point for synchronous code. What the caller has to do: DROP, DUPLICATE, CORRUPT and FULL, or none (0).
 
-    Blocks for the armed delay; raises BatonError for an armed code. Unarmed: False at once.
+    Blocks for the armed delay; raises BatonError for an armed code. Unarmed: 0 at once.
     """
     if not _armed:
-        return False
-    delay_s, error, drop = _due(name, labels)
+        return 0
+    delay_s, error, effect = _due(name, labels)
     if delay_s > 0:
         time.sleep(delay_s)
     if error is not None:
         raise error
-    return drop
+    return effect
 
 
-async def fault_async(name: str, **labels: object) -> bool:
+async def fault_async(name: str, **labels: object) -> int:
     """Fault point for coroutines; like `fault`, but a delay suspends the caller alone and can be
     cancelled."""
     if not _armed:
-        return False
-    delay_s, error, drop = _due(name, labels)
+        return 0
+    delay_s, error, effect = _due(name, labels)
     if delay_s > 0:
         await asyncio.sleep(delay_s)
     if error is not None:
         raise error
-    return drop
+    return effect
+
+
+def clock(name: str, reading: Callable[[], float], **labels: object) -> Callable[[], float]:
+    """The clock of a component: `reading` itself, or, when a fault of the point is armed by now, one that jumps.
+
+    Each reading is a call of the point.
+    """
+    if name not in _armed:
+        return reading
+    ahead_s = 0.0
+
+    def jumping() -> float:
+        nonlocal ahead_s
+        with _lock:
+            ahead_s += sum(item.jump_s for item in _armed.get(name, ()) if item.fires(labels))
+        return reading() + ahead_s
+
+    return jumping
 
 
 if os.environ.get(VARIABLE):
-    arm(os.environ[VARIABLE])
+    try:
+        arm(os.environ[VARIABLE])
+    except ValueError as error:
+        _mistake = str(error)  # rpc.settings ends the process with it, as with any value that cannot be

@@ -203,8 +203,8 @@ class ServerSettings(CommonSettings):
     kv_cache_memory_bytes: ByteSize | None = Field(None, ge=1, description="size of the KV pool, e.g. 2GiB")
     enable_prefix_caching: bool = Field(True, description="keep the KV of finished prompts for later ones")
     enable_chunked_prefill: bool = Field(True, description="compute long prompts in pieces beside other requests")
-    kv_transport: Literal["auto", "ipc", "grpc"] = Field(
-        "auto", description="how KV blocks travel (ipc: on CUDA, straight between two servers of one machine)"
+    kv_transport: Literal["auto", "ipc", "nixl", "tcp", "grpc"] = Field(
+        "auto", description="how KV blocks travel; auto: the first of these that both servers have"
     )
     kv_lease_seconds: float = Field(30.0, gt=0, le=86400, description="life of staged KV without a sign of its reader")
     kv_checksum: Literal["off", "sample", "all"] = Field("all", description="which pieces of KV carry a checksum")

@@ -26,6 +26,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from rpc import faults
+
 ENV_PREFIX = "BATON_"
 
 
@@ -138,6 +140,8 @@ class Settings(BaseSettings):
         if any(arg in ("-h", "--help") for arg in argv):
             sys.stdout.write(cls.help_text(prog, description))
             raise SystemExit(0)
+        if faults.mistake():
+            _fail(prog, faults.mistake())
         try:
             return cls.parse(argv, os.environ if environ is None else environ)
         except SettingsError as error:

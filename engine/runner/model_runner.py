@@ -145,8 +145,15 @@ class ModelRunner:
         elements = sum(g.num_layers * 2 * g.num_kv_heads * g.block_size * g.head_dim for g in self.groups)
         return elements * self.dtype.itemsize
 
-    def init_kv(self, num_blocks: int) -> None:
+    def init_kv(
+        self,
+        num_blocks: int,
+        host_memory: Callable[[str, Sequence[int], torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
         """Allocate the pool, zeroed: per layer [num_blocks, 2, num_kv_heads, block_size, head_dim].
+
+        host_memory: gives the next layer of a group on the CPU, zeroed and contiguous, by tag, shape and dtype; without
+        it the memory is this process's own.
 
         Every rank has as many blocks, and in each this rank's heads of the same tokens (`agreed_blocks`). Block 0 is
         reserved: padding may point to it, a request never does.
@@ -155,11 +162,13 @@ class ModelRunner:
             raise ValueError(f"a KV pool needs at least 2 blocks, one of them reserved; got {num_blocks}")
         group = self.groups[0]
         shape = (num_blocks, 2, group.num_kv_heads, group.block_size, group.head_dim)
-        on_host = self.device.type == "cpu"
-        self.kv_layers[FULL_GROUP] = [
-            huge_zeros(shape, self.dtype) if on_host else torch.zeros(shape, dtype=self.dtype, device=self.device)
-            for _ in range(group.num_layers)
-        ]
+
+        def layer() -> torch.Tensor:
+            if self.device.type != "cpu":
+                return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return host_memory(group.tag, shape, self.dtype) if host_memory else huge_zeros(shape, self.dtype)
+
+        self.kv_layers[FULL_GROUP] = [layer() for _ in range(group.num_layers)]
         self._bound = [self.backend.bind(pool) for pool in self.kv_layers[FULL_GROUP]]
         self.num_blocks = num_blocks
         if self.backend.capabilities.device_rows:

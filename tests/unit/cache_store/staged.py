@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from cache_store.agent import AgentSettings, GroupLayout
-from cache_store.host_copies import HostCopyEngine, MemoryFile
+from cache_store.host_copies import HostCopyEngine
 from cache_store.pool import StagedKvPool
 from cache_store.rows import Rows
+from cache_store.shared_memory import MemoryFile
 from cache_store.staging import Slot, Ticket
 from cache_store.stream_copies import StreamCopyEngine
 from rpc import faults

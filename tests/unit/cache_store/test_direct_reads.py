@@ -45,13 +45,13 @@ def test_transport_when_either_side_cannot_or_will_not_share_then_the_other_way_
             decode.load_done()
             prefill.lease_ended()
             assert decode.count("kv_transfer_bytes_total", transport="grpc") == 3 * LAYOUT.block_bytes
-    with nodes(StagedNode("prefill", seed=1), Node("decode", seed=2)) as (prefill, plain):
-        assert (prefill.agent.transports, plain.agent.transports) == (("ipc", "grpc"), ("grpc",))
-        prefill.stage(KEY, [5])
-        plain.load(prefill.source, KEY, [1])
-        plain.load_done()
-        assert np.array_equal(plain.blocks([1]), prefill.blocks([5]))
-        prefill.lease_ended()
+    with nodes(Node("prefill", seed=1), StagedNode("decode", seed=2)) as (private, decode):
+        assert (private.agent.transports, decode.agent.transports) == (("ipc", "grpc"), ("ipc", "grpc"))
+        private.stage(KEY, [5])
+        decode.load(private.source, KEY, [1])
+        assert decode.load_done().transport == "grpc", "its memory is in no file that others could open"
+        assert np.array_equal(decode.blocks([1]), private.blocks([5]))
+        private.lease_ended()
 
 
 def test_memory_that_cannot_be_opened_then_grpc_is_used_with_one_warning(
@@ -72,7 +72,7 @@ def test_memory_that_cannot_be_opened_then_grpc_is_used_with_one_warning(
                 decode.load_done()
                 prefill.lease_ended()
         assert [record.message for record in caplog.records if "ipc" in record.message] == [
-            f"peer={prefill.address}: transport ipc is not possible, using grpc: not permitted"
+            f"peer={prefill.address}: transport ipc is left out: not permitted"
         ]
         assert decode.count("kv_transfer_bytes_total", transport="grpc") == 6 * LAYOUT.block_bytes
         assert_clean(prefill, decode)

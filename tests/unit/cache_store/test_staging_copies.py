@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from cache_store import host_copies, stream_copies
-from cache_store.host_copies import HostCopyEngine, MemoryFile
+from cache_store import shared_memory, stream_copies
+from cache_store.host_copies import HostCopyEngine
 from cache_store.layout import GroupLayout
 from cache_store.rows import Rows, block_rows
+from cache_store.shared_memory import MemoryFile
 from cache_store.staging import MemoryUnavailable
 from cache_store.stream_copies import StreamCopyEngine
 from protos import cache_store_pb2 as pb
@@ -197,7 +198,8 @@ def test_fetch_when_done_then_the_peers_rows_are_here(
 
 CHILD = """
 import sys
-from cache_store.host_copies import HostCopyEngine, MemoryFile
+from cache_store.host_copies import HostCopyEngine
+from cache_store.shared_memory import MemoryFile
 from cache_store.layout import GroupLayout
 layout = GroupLayout.of("full", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 file = MemoryFile(4 * layout.block_bytes)
@@ -240,9 +242,9 @@ def test_memory_file_when_the_descriptor_is_another_file_by_now_then_it_is_refus
     stale = f"{pid}:{other.handle.decode().split(':')[1]}:{token}".encode()
     for wrong in (stale, b"", b"x", f"{pid}:99999:{token}".encode()):
         with pytest.raises(MemoryUnavailable):
-            host_copies._map_file(wrong, 0, 64)
+            shared_memory._map_file(wrong, 0, 64)
     with pytest.raises(MemoryUnavailable, match="smaller"):
-        host_copies._map_file(other.handle, 32, 64)
+        shared_memory._map_file(other.handle, 32, 64)
     gc.collect()
     assert fd
 

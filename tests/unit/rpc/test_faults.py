@@ -9,8 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rpc import fault_points
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import arm, disarm, fault, fault_async, fired
+from rpc.fault_points import ACTIONS, FaultPoint
+from rpc.faults import CORRUPT, DROP, DUPLICATE, FULL, arm, armed, clock, disarm, fault, fault_async, fired
+
+for _name in ("x", "ok", "other"):
+    fault_points.add(FaultPoint(_name, "", ("k",), ACTIONS, "of this test"))
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +26,9 @@ def _disarmed() -> Iterator[None]:
 
 
 def test_unarmed_point_does_nothing() -> None:
-    assert fault("engine.layer", layer=1) is False
+    assert fault("engine.layer", layer=1) == 0
     arm("other:drop")
-    assert fault("engine.layer", layer=1) is False
+    assert fault("engine.layer", layer=1) == 0
 
 
 def test_raise_when_labels_match() -> None:
@@ -49,12 +54,56 @@ def test_raise_by_number() -> None:
         ("x:drop,every=2", [False, True, False, True, False, True]),
         ("x:drop,times=2", [True, True, False, False, False, False]),
         ("x:drop,every=2,times=1", [False, True, False, False, False, False]),
+        ("x:drop,probability=0", [False] * 6),
+        ("x:drop,probability=1", [True] * 6),
+        ("x:drop,probability=0.9,times=1", [True, False, False, False, False, False]),
     ],
 )
 def test_which_calls_are_hit(spec: str, expected: list[bool]) -> None:
     arm(spec)
-    assert [fault("x") for _ in range(6)] == expected
+    assert [bool(fault("x")) for _ in range(6)] == expected
     assert fired("x") == sum(expected)
+
+
+def hits(spec: str, calls: int = 400) -> list[int]:
+    disarm()
+    arm(spec)
+    return [fault("x") for _ in range(calls)]
+
+
+def test_probability_when_the_seed_is_the_same_then_the_same_calls_are_hit() -> None:
+    once = hits("x:drop,probability=0.25,seed=7")
+    assert once == hits("x:drop,probability=0.25,seed=7")
+    assert once != hits("x:drop,probability=0.25,seed=8")
+    assert once != hits("ok:drop;x:drop,probability=0.25,seed=7"), "two faults of one seed draw the same"
+    assert 60 < sum(once) < 140  # 100 expected, with a deviation of 9
+
+
+@pytest.mark.parametrize(
+    ("action", "effect"), [("drop", DROP), ("duplicate", DUPLICATE), ("corrupt", CORRUPT), ("full", FULL)]
+)
+async def test_effect_is_what_the_caller_has_to_do(action: str, effect: int) -> None:
+    arm(f"x:{action}")
+    assert fault("x") == effect
+    assert await fault_async("x") == effect
+
+
+def test_effects_of_two_faults_of_a_point_come_together() -> None:
+    arm("x:drop;x:duplicate")
+    assert fault("x") == DROP | DUPLICATE
+
+
+def test_clock_when_nothing_is_armed_then_it_is_the_clock_itself() -> None:
+    assert clock("cache_store.clock", time.monotonic) is time.monotonic
+
+
+def test_clock_when_it_jumps_then_it_goes_on_from_there() -> None:
+    arm("cache_store.clock:jump=40,nth=2;cache_store.clock:jump=2,nth=4,rank=1")
+    now = iter(range(10))
+    read = clock("cache_store.clock", lambda: float(next(now)), rank=1)
+    assert [read() for _ in range(5)] == [0.0, 41.0, 42.0, 45.0, 46.0]
+    disarm()
+    assert read() == 47.0
 
 
 def test_delay_blocks_the_caller() -> None:
@@ -80,19 +129,51 @@ def test_two_faults_of_one_point_both_act() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["x", "x:", ":drop", "x:delay=soon", "x:raise=NO_SUCH", "x:raise=0", "x:nth=1", "x:drop,delay=1", "x:drop,what"],
+    [
+        "x",
+        "x:",
+        ":drop",
+        "x:delay=soon",
+        "x:delay=-1",
+        "x:delay=nan",
+        "x:raise=NO_SUCH",
+        "x:raise=0",
+        "x:nth=1",
+        "x:drop,delay=1",
+        "x:drop,what",
+        "x:drop=1",
+        "x:drop,probability=2",
+        "x:drop,seed=a",
+        "x:drop,label=1",
+        "cache_store.send_pieces:drop",
+        "cache_store.clock:drop",
+        "engine.step:delai=1",
+    ],
 )
 def test_malformed_spec_raises_and_arms_nothing(spec: str) -> None:
     with pytest.raises(ValueError, match="BATON_FAULTS"):
         arm("ok:drop;" + spec)
     assert not fault("ok")
+    assert not armed()
+
+
+def python(faults: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "BATON_FAULTS": faults}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
 
 
 def test_variable_is_read_at_start() -> None:
-    code = "from rpc.faults import fault; print(fault('p', rank=1), fault('p', rank=0))"
-    env = {**os.environ, "BATON_FAULTS": "p:drop,rank=1"}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["True", "False"]
+    code = "from rpc.faults import fault; p = 'decode.reserved'; print(fault(p, request_key='a'), fault(p))"
+    result = python("decode.reserved:drop,request_key=a", "-c", code)
+    assert result.stdout.split() == ["1", "0"], result.stderr
+
+
+@pytest.mark.parametrize("role", ["router", "prefill_server", "decode_server"])
+def test_variable_when_a_point_is_misspelt_then_no_server_starts_and_one_line_says_why(role: str) -> None:
+    result = python("cache_store.send_pieces:drop", "-m", role, "--model", "/")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "BATON_FAULTS" in line and "'cache_store.send_pieces'" in line
 
 
 def test_label_that_ends_in_a_star_matches_by_its_beginning() -> None:

@@ -1,0 +1,72 @@
+"""The ways on which the bytes of KV blocks travel from one engine to another, and what one side offers of them.
+
+The stream of `Load` goes over gRPC with each of them: it says what is ready, keeps the order and ends with the result
+or a typed error. They differ in where the bytes are:
+
+    grpc   in the events of the stream
+    tcp    on a plain socket beside it, in the order of the events, which name them
+    ipc    in the memory of the sending engine, on the same machine; the receiver reads them there
+    nixl   in the memory of the sending engine; the receiver reads them there through NVIDIA NIXL
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from protos import cache_store_pb2 as pb
+
+GRPC = "grpc"
+TCP = "tcp"
+IPC = "ipc"
+NIXL = "nixl"
+
+TRANSPORTS = (IPC, NIXL, TCP, GRPC)  # best first
+# The receiver reads the blocks by itself: it has to ask, once they have been read, whether they were the request's all
+# along, and a failed load may leave bytes of other requests in its own.
+ONE_SIDED = frozenset({IPC, NIXL})
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one side can do: the transports, best first, and what they need.
+
+    `memories`: of each one-sided transport, how the peer reaches this engine's KV memory; one that is not there can be
+    used to read from others only. `data_port`: where this side listens for connections of tcp; 0: it does not.
+    """
+
+    transports: tuple[str, ...] = (GRPC,)
+    host_id: str = ""
+    memories: Mapping[str, pb.SharedPool] = field(default_factory=dict)
+    data_port: int = 0
+
+    def serves(self, transport: str) -> bool:
+        """Whether peers may read this engine's blocks in that way; ipc from the same machine alone."""
+        if transport not in self.transports:
+            return False
+        if transport in ONE_SIDED:
+            return transport in self.memories
+        return transport != TCP or self.data_port > 0
+
+    def without(self, *transports: str) -> Offer:
+        return replace(self, transports=tuple(each for each in self.transports if each not in transports))
+
+    def choose(self, theirs: Sequence[str], host_id: str) -> str:
+        """The first of the caller's transports that is possible between the two; empty when none is."""
+        for transport in theirs:
+            same_host = bool(host_id) and host_id == self.host_id
+            if self.serves(transport) and (transport != IPC or same_host):
+                return transport
+        return ""
+
+
+def this_host() -> str:
+    """A name of this machine that its processes agree on, also from several containers."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return os.uname().nodename

@@ -1,0 +1,43 @@
+"""Nodes whose pool is host memory that others of the machine can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache_store.agent import AgentSettings, GroupLayout
+from cache_store.pool import HostKvPool
+from cache_store.shared_memory import MemoryFile
+from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node
+
+
+class SharedNode(Node):
+    """A node with a HostKvPool in memory files. `memory` aliases the pool, as in Node."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        agent_settings: AgentSettings | None = None,
+        *,
+        layouts: Sequence[GroupLayout] = (LAYOUT,),
+        pool_blocks: int = POOL_BLOCKS,
+        seed: int = 0,
+        **more: object,
+    ) -> None:
+        files = {
+            layout.tag: [MemoryFile(pool_blocks * layout.block_bytes) for _ in range(layout.num_layers)]
+            for layout in layouts
+        }
+        views = {
+            tag: [np.frombuffer(file.view, np.uint8).reshape(pool_blocks, -1) for file in each]
+            for tag, each in files.items()
+        }
+        super().__init__(
+            engine_id, agent_settings, layouts=layouts, pool_blocks=pool_blocks, seed=seed,
+            pool=HostKvPool(layouts, views, files), **more,  # type: ignore[arg-type]
+        )  # fmt: skip
+        for tag, own in self.memory.items():
+            for layer, content in enumerate(own):
+                views[tag][layer][:] = content
+        self.memory = views
