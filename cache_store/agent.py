@@ -434,7 +434,7 @@ class CacheStoreAgent:
             self._do_fail(key, _store_failed(error))
             return
         self._observations.observe(
-            "kv_publish_seconds", max(0.0, self._clock() - called_at), transport=self._offer.transports[0]
+            "kv_publish_seconds", max(0.0, self._clock() - called_at), transport=self._offer.best
         )
 
     def _do_computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float) -> None:

@@ -239,9 +239,7 @@ class Peers:
             peer.closed_to_us.add(transport)
             if self._offer.without(*peer.closed_to_us).transports:
                 self._observe("kv_transport_fallbacks_total", transport=transport, reason="memory")
-                _log.warning(
-                    "peer=%s: transport %s is not possible, so it is left out: %s", peer.address, transport, error
-                )
+                _log.warning("peer=%s: transport %s is left out: %s", peer.address, transport, error)
                 return None
             raise BatonError(
                 ErrorCode.INCOMPATIBLE_PEER,

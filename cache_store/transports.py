@@ -52,6 +52,11 @@ class Offer:
             return transport in self.memories
         return transport != TCP or self.data_port > 0
 
+    @property
+    def best(self) -> str:
+        """The first way on which peers may read this engine's blocks; grpc where there is none."""
+        return next((each for each in self.transports if self.serves(each)), GRPC)
+
     def without(self, *transports: str) -> Offer:
         return replace(self, transports=tuple(each for each in self.transports if each not in transports))
 

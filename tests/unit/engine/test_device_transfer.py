@@ -26,7 +26,9 @@ PROMPT = [5 + (i * 37) % 370 for i in range(45)]
 def staged_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Engines of this module see their KV as that of a device."""
 
-    def kv_pool(layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], _: str) -> StagedKvPool:
+    def kv_pool(
+        layouts: Sequence[GroupLayout], layers: Mapping[str, Sequence[torch.Tensor]], *_: object
+    ) -> StagedKvPool:
         places = {(tag, i): layer for tag, tensors in layers.items() for i, layer in enumerate(tensors)}
         return StagedKvPool(
             {layout.tag: layers[layout.tag][0].shape[0] for layout in layouts}, StreamCopyEngine(LateDevice(), places)
