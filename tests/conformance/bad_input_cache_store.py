@@ -210,7 +210,7 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
       for name, value in (("num_layers", 4), ("num_kv_heads", 8), ("head_dim", 64), ("block_size", 64),
                           ("dtype", "float16"))),
     Row("handshake: another group", handshake(group_tag="swa"), 8604, ("groups",)),
-    Row("handshake: no common transport", handshake(transports=["nixl"]), 8604, ("transports",)),
+    Row("handshake: no common transport", handshake(transports=["rdma"]), 8604, ("transports",)),
     Row("handshake: not UTF-8", call(STORE, "CacheStore/Handshake", field(2, NO_UTF8)), 604),
     # load: absent fields
     *(Row(f"load: {name} is absent", load(**{name: ...}), 604, (f"{name} is required",), name)
@@ -232,8 +232,9 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
     Row("load: another engine of D", load("decode_cache_store", reference__engine_id=ENGINE_ID), 8605),
     Row("load: prompt_tokens is 0", load(prompt_tokens=0), 605, (">= 1",), "prompt_tokens"),
     Row("load: an unknown checksum", load(checksum="crc"), 605, ("crc",), "checksum"),
-    Row("load: an unknown transport", load(transport="nixl"), 605, ("nixl", "grpc"), "transport"),
-    Row("load: memory that is not shared", load(transport="ipc"), 605, ("ipc", "grpc"), "transport"),
+    Row("load: an unknown transport", load(transport="rdma"), 605, ("rdma", "grpc"), "transport"),
+    Row("load: memory that is not shared", load("decode_cache_store", transport="ipc"), 605, ("ipc", "grpc"),
+        "transport"),
     Row("load: chunks of 1 byte", load(chunk_bytes=1), 605, ("65536",), "chunk_bytes"),
     Row("load: chunks of 2 MiB", load(chunk_bytes=2 << 20), 605, ("1048576",), "chunk_bytes"),
     Row("load: 0 partitions", load(wanted_partition_count=0), 605, (), "wanted[0].partition_count"),

@@ -344,7 +344,7 @@ def test_transfers_when_counted_then_their_bytes_are_those_of_the_blocks(observe
     assert grew("decode", "baton_kv_transfer_size_bytes_sum") == moved
     assert grew("decode", "baton_kv_transfer_pieces_total", result="ok") == blocks * LAYERS
     assert grew("decode", "baton_kv_transfer_pieces_total") == blocks * LAYERS
-    assert grew("decode", "baton_kv_transfer_seconds_count", outcome="ok", transport="grpc") == 4
+    assert grew("decode", "baton_kv_transfer_seconds_count", outcome="ok", transport="ipc") == 4
     assert grew("decode", "baton_kv_transfer_exposed_seconds_count") == 4
     exposed, whole = (grew("decode", f"baton_kv_transfer{kind}_seconds_sum") for kind in ("_exposed", ""))
     assert 0 <= exposed <= whole <= grew("decode", "baton_stage_seconds_sum", stage="load")
