@@ -105,11 +105,7 @@ class _CopyLanding(Landing):
             except Exception as error:  # of a metric; the load ends, and does not wait for what was not counted
                 failure = error
         if failure is not None and self.failure is None:
-            _log.error(
-                "a copy into the KV pool failed: %s",
-                failure,
-                extra={"code": ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR.name},
-            )
+            _log.warning("a copy into the KV pool failed: %s", failure)  # the load's end is the one ERROR
             self.failure = BatonError(
                 ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
                 "writing the KV into the pool failed",
