@@ -13,6 +13,8 @@ UP_ARGS ?=
 GPU_TESTS := $(foreach name,runner embeddings position_ids,tests/unit/engine/prefill_graph/test_$(name).py)
 # What tests run beside Baton, as PACKAGE:COMMAND of Debian. Tests that miss one are skipped and name it.
 TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
+# And the libraries that the client of Mooncake Store loads, as PACKAGE:FILE.
+TEST_LIBRARIES := libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnuma.so.1 liburing2:liburing.so.2
 
 .PHONY: setup protos model demo up test test-all test-gpu test-packages lint bench docs clean
 
@@ -58,6 +60,9 @@ test-gpu: setup
 test-packages:
 	@missing=""; for entry in $(TEST_PACKAGES); do \
 		command -v "$${entry#*:}" >/dev/null 2>&1 || missing="$$missing $${entry%%:*}"; \
+	done; \
+	libraries="$$(PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null)"; for entry in $(TEST_LIBRARIES); do \
+		case "$$libraries" in *"$${entry#*:} "*) ;; *) missing="$$missing $${entry%%:*}" ;; esac; \
 	done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then \
