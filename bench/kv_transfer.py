@@ -120,7 +120,7 @@ def serve(args: argparse.Namespace, pipe: Connection) -> None:
                     connection.sendall(buffer)
         elif what == "stage":
             agent = prefill.agent
-            agent.admit(key, 1, args.tokens, {TAG: block_ids(blocks, scattered, 7)}, ready_blocks=blocks)
+            agent.admit(key, 1, args.tokens, {TAG: block_ids(blocks, scattered, 7)}, ready_tokens=args.tokens)
             agent.computed(key, result, hold=True)
     prefill.agent.close(5)
 

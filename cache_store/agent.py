@@ -202,14 +202,14 @@ class CacheStoreAgent:
         generation: int,
         prompt_tokens: int,
         blocks: Mapping[str, Sequence[int]],
-        ready_blocks: int,
+        ready_tokens: int,
     ) -> None:
         """The request has its blocks (per group, at least those of the prompt) and is being computed now.
 
-        The first `ready_blocks` are readable at all layers (prefix hits). One LeaseEnded follows, sooner or later.
+        Blocks of the first `ready_tokens` tokens are readable at all layers (prefix hits). One LeaseEnded follows, sooner or later.
         """
         own = {tag: list(ids) for tag, ids in blocks.items()}
-        self._post(self._do_admit, request_key, generation, prompt_tokens, own, ready_blocks)
+        self._post(self._do_admit, request_key, generation, prompt_tokens, own, ready_tokens)
 
     def publish(self, request_key: str, group: str, layer: int, upto_block: int, after: Ticket | None = None) -> None:
         """Blocks [0, upto_block) of that layer are final, `after` that point. Ignored when the lease has ended.
@@ -402,13 +402,13 @@ class CacheStoreAgent:
     # ---- commands, on the agent's thread
 
     def _do_admit(
-        self, key: str, generation: int, prompt_tokens: int, blocks: dict[str, list[int]], ready_blocks: int
+        self, key: str, generation: int, prompt_tokens: int, blocks: dict[str, list[int]], ready_tokens: int
     ) -> None:
         try:
             for tag, ids in blocks.items():
                 if any(not 0 <= block < self._pool.num_blocks(tag) for block in ids):
                     raise ValueError(f"{key}: a block of group {tag!r} is outside the pool")
-            lease = self._table.admit(key, generation, prompt_tokens, blocks, ready_blocks)
+            lease = self._table.admit(key, generation, prompt_tokens, blocks, ready_tokens)
         except (ValueError, KeyError) as error:
             if self._table.get(key) is not None:
                 raise

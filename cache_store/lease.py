@@ -160,28 +160,34 @@ class LeaseTable:
         generation: int,
         prompt_tokens: int,
         blocks: Mapping[str, Sequence[int]],
-        ready_blocks: int,
+        ready_tokens: int,
     ) -> Lease | None:
-        """RUNNING. A key that was tombstoned or has failed gives an ended lease at once, and None.
+        """RUNNING. Blocks of the first `ready_tokens` tokens may be read at once. A key that was tombstoned or has failed gives an ended lease at once, and None.
 
         Raises ValueError for a key that has a lease already, and for blocks that do not fit the prompt.
         """
         if key in self._leases:
             raise ValueError(f"{key} has a lease already")
         counts = {tag: layout.num_blocks(prompt_tokens) for tag, layout in self._layouts.items()}
-        if prompt_tokens < 1 or set(blocks) != set(counts) or ready_blocks < 0:
-            raise ValueError(f"{key}: blocks of groups {sorted(blocks)} for {prompt_tokens} tokens")
+        if prompt_tokens < 1 or set(blocks) != set(counts) or not 0 <= ready_tokens <= prompt_tokens:
+            raise ValueError(
+                f"{key}: blocks of groups {sorted(blocks)} for {prompt_tokens} tokens, {ready_tokens} ready"
+            )
         for tag, count in counts.items():
-            if len(blocks[tag]) < count or ready_blocks > count:
-                raise ValueError(f"{key}: {len(blocks[tag])} blocks, {ready_blocks} ready, of {count} in {tag!r}")
+            if len(blocks[tag]) < count:
+                raise ValueError(f"{key}: {len(blocks[tag])} blocks of {count} in {tag!r}")
+        ready = {
+            tag: count if ready_tokens == prompt_tokens else ready_tokens // self._layouts[tag].block_size
+            for tag, count in counts.items()
+        }
         now = self._clock()
         lease = Lease(
             key,
             generation,
             prompt_tokens,
             {tag: list(blocks[tag][:count]) for tag, count in counts.items()},
-            {tag: [ready_blocks] * layout.num_layers for tag, layout in self._layouts.items()},
-            ready_blocks,
+            {tag: [ready[tag]] * layout.num_layers for tag, layout in self._layouts.items()},
+            max(ready.values()),
             now,
         )
         self._mark(lease, "admitted")
@@ -191,7 +197,7 @@ class LeaseTable:
             return None
         self._leases[key] = lease
         for tag, count in counts.items():
-            if ready_blocks >= count:
+            if ready[tag] >= count:
                 self._mark_published(lease, tag, range(self._layouts[tag].num_layers))
         return lease
 

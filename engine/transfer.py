@@ -270,8 +270,7 @@ class AgentTransfer:
         allocation = request.allocation
         assert allocation is not None
         blocks = {tag: held.blocks for tag, held in allocation.groups.items()}
-        ready = allocation.cached_tokens // min(self._block_sizes.values())
-        self.agent.admit(request.key, allocation.generation, len(request.tokens), blocks, ready)
+        self.agent.admit(request.key, allocation.generation, len(request.tokens), blocks, allocation.cached_tokens)
 
     def computed(self, request: Request, answer: Answer) -> None:
         key = request.key

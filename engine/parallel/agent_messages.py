@@ -51,7 +51,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
     generation: int
     prompt_tokens: int
     blocks: dict[str, list[int]]
-    ready_blocks: int
+    ready_tokens: int
 
 
 class Computed(msgspec.Struct, frozen=True, array_like=True, tag="computed"):
@@ -112,7 +112,7 @@ def apply(call: AgentCall, agent: CacheStoreAgent) -> None:
     key = call.request_key
     match call:
         case Admit():
-            agent.admit(key, call.generation, call.prompt_tokens, call.blocks, call.ready_blocks)
+            agent.admit(key, call.generation, call.prompt_tokens, call.blocks, call.ready_tokens)
         case Computed():
             agent.computed(key, common_pb2.PrefillResult.FromString(call.result), call.hold)
         case Fail():

@@ -143,12 +143,12 @@ class RankAgents:
         generation: int,
         prompt_tokens: int,
         blocks: Mapping[str, Sequence[int]],
-        ready_blocks: int,
+        ready_tokens: int,
     ) -> None:
         self._leases[request_key, generation] = _Lease(self._clock())
         own = {tag: list(ids) for tag, ids in blocks.items()}
-        self._others.post(Admit(request_key, generation, prompt_tokens, own, ready_blocks))
-        self.local.admit(request_key, generation, prompt_tokens, own, ready_blocks)
+        self._others.post(Admit(request_key, generation, prompt_tokens, own, ready_tokens))
+        self.local.admit(request_key, generation, prompt_tokens, own, ready_tokens)
 
     def computed(self, request_key: str, result: common_pb2.PrefillResult, hold: bool) -> None:
         self._others.post(Computed(request_key, result.SerializeToString(), hold))

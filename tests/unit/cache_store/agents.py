@@ -153,7 +153,7 @@ class Node:
     def admit(self, key: str, blocks: Sequence[int], *, tokens: int = 0, generation: int = 1, ready: int = 0) -> None:
         layout = self.layouts[0]
         count = tokens or len(blocks) * layout.block_size
-        self.agent.admit(key, generation, count, {layout.tag: blocks}, ready)
+        self.agent.admit(key, generation, count, {layout.tag: blocks}, min(count, ready * layout.block_size))
 
     def compute(self, key: str, blocks: int, hold: bool = True) -> None:
         for layer in range(self.layouts[0].num_layers):

@@ -8,6 +8,7 @@ from cache_store.lease import LeaseState, LeaseTable
 from cache_store.reader import Reader
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.lease_fixtures import (
+    LAYOUT,
     LEASE_S,
     REMEMBER_S,
     STALL_S,
@@ -63,7 +64,7 @@ def ends(table: LeaseTable) -> list[tuple[str, str]]:
 
 
 def test_admit_then_publish_makes_blocks_readable_layer_by_layer(table: LeaseTable, clock: Clock) -> None:
-    table.admit(KEY, 5, TOKENS, BLOCKS, 1)
+    table.admit(KEY, 5, TOKENS, BLOCKS, LAYOUT.block_size + 1)
     reader = open_load(table)
     assert drain(reader, clock.now) == [(0, 0, 1), (1, 0, 1)]  # the prefix hit, at all layers
     table.publish(KEY, "full", 1, 2)
@@ -114,7 +115,7 @@ def test_computed_with_an_unpublished_block_raises(table: LeaseTable) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "blocks", "ready"),
-    [(TOKENS, {"full": [1, 2]}, 0), (0, BLOCKS, 0), (TOKENS, {"other": [1, 2, 3]}, 0), (TOKENS, BLOCKS, 4)],
+    [(TOKENS, {"full": [1, 2]}, 0), (0, BLOCKS, 0), (TOKENS, {"other": [1, 2, 3]}, 0), (TOKENS, BLOCKS, TOKENS + 1)],
 )
 def test_admit_with_blocks_that_do_not_fit_raises(
     table: LeaseTable, tokens: int, blocks: dict[str, list[int]], ready: int
@@ -157,7 +158,7 @@ def test_computed_without_a_load_expires_as_never_loaded(table: LeaseTable, cloc
 def test_leases_with_equal_expiry_end_together(table: LeaseTable, clock: Clock) -> None:
     for index in range(3):
         key = f"r{index}#0.00000000"
-        table.admit(key, index, TOKENS, BLOCKS, 3)
+        table.admit(key, index, TOKENS, BLOCKS, TOKENS)
         table.computed(key, prefill_result(), True)
     clock.now += LEASE_S
     table.tick()

@@ -65,7 +65,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.generation += 1
         blocks = {self.free.pop() for _ in range(3)}
         self.held[(key, self.generation)] = blocks
-        self.table.admit(key, self.generation, TOKENS, {"full": sorted(blocks)}, ready)
+        self.table.admit(key, self.generation, TOKENS, {"full": sorted(blocks)}, min(TOKENS, ready * LAYOUT.block_size))
 
     @rule(key=keys, layer=st.integers(0, LAYOUT.num_layers - 1), upto=st.integers(0, 3))
     def publish(self, key: str, layer: int, upto: int) -> None:

@@ -153,7 +153,7 @@ class RankServer:
     # ---- what an engine does
 
     def admit(self, key: str, ids: Sequence[int], ready: int = 0) -> None:
-        self.agents.admit(key, 3, len(ids) * BLOCK_SIZE, {"full": list(ids)}, ready)
+        self.agents.admit(key, 3, len(ids) * BLOCK_SIZE, {"full": list(ids)}, ready * BLOCK_SIZE)
 
     def compute(self, key: str, blocks: int, ranks: Sequence[int] | None = None) -> None:
         """Every rank publishes from its own layer hook."""
