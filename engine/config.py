@@ -60,6 +60,12 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     kv_checksum: str = "all"
     kv_load_failure_policy: str = "retry"
     kv_bulk_channels: int = 4
+    kv_host_bytes: int = 0  # of host memory for prefix blocks below the pool; 0: none
+    kv_disk_path: str = ""  # directory for prefix blocks below the pool; empty: none
+    kv_disk_bytes: int = 0  # limit of its files
+    kv_tier: str = ""  # address of a store for prefix blocks that servers share; empty: none
+    kv_tier_timeout_ms: int = 1000  # longest delay of a prompt whose beginning may be in one of these
+    kv_tier_min_tokens: int = 256  # for fewer missing tokens none of them is asked
     cache_store_queue_size: int = 1000
     cache_store_chunk_bytes: int = 1 << 20
     cache_store_connect_timeout_ms: int = 1000
@@ -139,6 +145,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--decode-retry-timeout-ms", self.decode_retry_timeout_ms, 0, 60_000)
         _in_range("--profile-max-seconds", self.profile_max_seconds, 0.1, 600)
         _in_range("--decode-retry-interval-ms", self.decode_retry_interval_ms, 1, 1000)
+        self._check_tiers()
         self.prefill_graph.check()
         for size in self.decode_capture_sizes:
             _in_range(DECODE_SIZES_FLAG, size, 1, self.max_num_seqs)
@@ -147,6 +154,40 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
                 ErrorCode.INVALID_PARAMS,
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} must be at least --max-num-seqs "
                 f"{self.max_num_seqs}: every running request computes a token in each step",
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is any tier below the KV pool."""
+        return bool(self.kv_host_bytes or self.kv_disk_path or self.kv_tier)
+
+    def _check_tiers(self) -> None:
+        _in_range("--kv-host-bytes", self.kv_host_bytes, 0, 1 << 62)
+        _in_range("--kv-disk-bytes", self.kv_disk_bytes, 1 if self.kv_disk_path else 0, 1 << 62)
+        _in_range("--kv-tier-timeout-ms", self.kv_tier_timeout_ms, 1, 600_000)
+        _in_range("--kv-tier-min-tokens", self.kv_tier_min_tokens, 1, 1 << 24)
+        if not self.has_tiers:
+            return
+        given = {
+            "--kv-host-bytes": self.kv_host_bytes,
+            "--kv-disk-path": self.kv_disk_path,
+            "--kv-tier": self.kv_tier,
+        }
+        flags = ", ".join(flag for flag, value in given.items() if value)
+        if self.tensor_parallel_size > 1:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"{flags}: tiers below the KV pool serve engines of one rank; leave them out, or give "
+                f"{TENSOR_PARALLEL_FLAG} 1 instead of {self.tensor_parallel_size}",
+            )
+        if not self.enable_prefix_caching:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS, f"{flags}: tiers extend the prefix cache; they need --enable-prefix-caching"
+            )
+        if self.role == "decode" and not self.allow_local_prefill:
+            raise BatonError(
+                ErrorCode.INVALID_PARAMS,
+                f"{flags}: tiers serve prompts that are computed here; a decode server needs --allow-local-prefill",
             )
 
     def check_lengths(self, max_model_len: int) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from cache_store.agent import CacheStoreAgent
+from cache_store.tiers.store import TierStore
 from engine.config import EngineConfig
 from engine.grammar.compiling import GrammarWorkers
 from engine.kv_cache.cache import KvCache
@@ -29,6 +30,7 @@ from engine.messages import (
     KvGroupInfo,
     Observation,
     StepMessage,
+    TierFigures,
 )
 from engine.requests import StepTime
 from engine.runner.batch import StepBatch, StepResult
@@ -92,12 +94,13 @@ class EngineCore:
         embedding_size: int = 0,
         grammars: GrammarWorkers | None = None,
         hub: Hub | None = None,
+        tiers: TierStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before.
         `embedding_size`: numbers of a row that may stand in place of a token's embedding; 0: the model takes none.
         `grammars`: compiles grammars of requests; None: such requests are refused. `hub`: to the other ranks, which
-        `runner` and `agent` stand for too; None: there are none."""
+        `runner` and `agent` stand for too; None: there are none. `tiers`: below the KV pool; None: there are none."""
         limits = Limits.of(
             config,
             max_model_len=max_model_len,
@@ -110,7 +113,8 @@ class EngineCore:
         self.time = StepTime(fault_clock("engine.clock", clock, rank=0))
         self.kv = kv or KvCache(runner.groups, num_blocks, config.enable_prefix_caching)
         self.transfer = AgentTransfer(agent, runner.groups, vocab_size, runner.wipe)
-        self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time, grammars)
+        self.tiers = tiers
+        self.scheduler = Scheduler(self.kv, limits, self.transfer, self.time, grammars, tiers)
         self.hub = hub
         self.profiler: StepProfiler | None = None  # where profiles may be recorded
         self.stopping = False
@@ -133,7 +137,7 @@ class EngineCore:
         for abort in message.aborts:
             scheduler.abort(abort)
         if message.flush_cache:
-            self.kv.flush()
+            self.scheduler.flush_cache()
         if self.profiler is not None:
             for order in message.profiles:
                 self.profiler.order(order)
@@ -168,6 +172,7 @@ class EngineCore:
         self.transfer.hand_over()
         self.transfer.deliver(scheduler)
         scheduler.take_grammars()
+        scheduler.take_fetches()
         scheduler.tick()
         plan = scheduler.form()
         if not plan.rows:
@@ -302,6 +307,10 @@ class EngineCore:
             for item in self.agent.take_observations()
             if item.name in self._families
         ]
+        if self.tiers is not None:
+            observations += [
+                Observation(item.name, dict(item.labels), item.value) for item in self.tiers.take_observations()
+            ]
         self._seq += 1
         self._told_at = self.time.now
         return StepMessage(self._seq, outputs, staged_ends, kv_events, observations, self.stats())
@@ -324,6 +333,10 @@ class EngineCore:
             peers_lost=agent.peers_lost,
             oldest_hold_seconds=dict(scheduler.oldest_hold_seconds()),
             ranks=self.agent.rank_stats() if self.hub is not None else [],  # type: ignore[union-attr]
+            tiers=[
+                TierFigures(name, tier.blocks, tier.stored_bytes, tier.limit_bytes)
+                for name, tier in (self.tiers.stats() if self.tiers is not None else {}).items()
+            ],
         )
 
 

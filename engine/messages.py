@@ -241,6 +241,15 @@ class RankStats(msgspec.Struct, frozen=True, omit_defaults=True):
     oldest_hold_seconds: dict[str, float] = {}  # of staged and receiving KV; absent when none is held
 
 
+class TierFigures(msgspec.Struct, frozen=True):
+    """What a tier below the KV pool holds."""
+
+    tier: str
+    blocks: int
+    stored_bytes: int
+    limit_bytes: int
+
+
 class EngineStats(msgspec.Struct, omit_defaults=True):
     running: int = 0
     waiting: int = 0
@@ -257,6 +266,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True):
     # Of each rank's agent, rank 0's too, when there are several; the counts above are then those of all of them. Every
     # rank has the same blocks, so the ledgers are each rank's.
     ranks: list[RankStats] = []
+    tiers: list[TierFigures] = []  # nearest first
 
 
 class KvGroupInfo(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 FIRST_MESSAGE_S = 60.0
 LAST_MESSAGE_MS = 1000
 AGENT_CLOSE_S = 2.0
+DRAIN_S = 2.0  # for prefix blocks on their way to a tier when the server ends
 # How long a thread may keep the interpreter while another one waits for it. The step loop takes it back after every
 # operator; at the default of 5 ms a busy cache-store thread would hold up the answer of the step by that much.
 SWITCH_INTERVAL_S = 0.0002
@@ -197,6 +198,8 @@ def _serve(
         failure = _failure(error)
     finally:
         if core is not None:
+            if core.tiers is not None:
+                core.tiers.close(drain_s=DRAIN_S if failure is None else 0)
             core.agent.close(AGENT_CLOSE_S)
         if failure is not None:
             _report(failure, outbox)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from engine.grammar.matching import GrammarMatching
 from engine.input_embeddings import EmbeddingRows
@@ -25,6 +26,9 @@ from engine.sampling.row import SamplingRow
 from rpc.errors import BatonError
 from rpc.graph_status import StickyStatus
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, StageClock
+
+if TYPE_CHECKING:
+    from engine.scheduler.prefix_fetches import PrefixFetch
 
 # Without `admit`, which is the front's; a prefill's `publish` and `held` come after its answer, from the cache store.
 COMPUTE_STAGES = tuple(stage for stage in PREFILL_STAGES if stage not in ("admit", "publish", "held"))
@@ -100,6 +104,7 @@ class Request:
         "embeddings",
         "error",
         "events",
+        "fetch",
         "generating",
         "given",
         "grammar",
@@ -157,6 +162,7 @@ class Request:
 
         self.state = RequestState.WAITING
         self.compute_here = add.mode is not RunMode.DECODE
+        self.fetch: PrefixFetch | None = None  # of its beginning, from tiers below the pool, while it is queued
         self.allocation: Allocation | None = None
         self.block_table: list[int] = []
         self.capacity = 0  # tokens that fit into its blocks
@@ -185,6 +191,11 @@ class Request:
     def waits_for_grammar(self) -> bool:
         """Its grammar is still being compiled: nothing can be drawn for it."""
         return self.grammar is not None and not self.grammar.ready
+
+    @property
+    def waits_for_prefix(self) -> bool:
+        """Its beginning is being looked for, or on its way from a tier; see `PrefixFetches`."""
+        return self.fetch is not None and self.fetch.waited_for
 
     @property
     def clock(self) -> StageClock:

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from cache_store.agent import CacheStoreAgent
+from cache_store.tiers.store import TierStore
 from engine import transfer
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner, Wakeup
@@ -32,6 +33,7 @@ from engine.parallel.communicator import Communicator, single
 from engine.runner.decode_status import capture_sizes
 from engine.runner.model_runner import ModelRunner
 from engine.runner.prefill_graph.startup import PrefillGraphStart, gate_facts
+from engine.tiers import open_tiers
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
 
@@ -53,6 +55,7 @@ class LoadedRank:
     prefill_graphs: PrefillGraphStart
     captured: list[CapturedGraphs]
     agent: CacheStoreAgent
+    tiers: TierStore | None
     address: str
     began: float
 
@@ -139,11 +142,13 @@ def finish_rank(
         engine_id, runner.model_fingerprint, runner.groups, config.rank, config.tensor_parallel_size
     )
     pool = transfer.kv_pool(identity.groups, runner.kv_layers, runner.device.type, shared)
+    # Before anybody is told an address: what cannot be opened is a reason not to start.
+    tiers = open_tiers(config, identity, pool, kv, f"{runner.device.type}/{runner.attention_backend}", wake)
     agent = CacheStoreAgent(identity, pool, transfer.agent_settings(config), wake=wake)
     port = config.cache_store_port + config.rank if config.cache_store_port else 0
     address = agent.start(config.host, port)
     captured += prefill_graphs.captured
-    return LoadedRank(config, runner, kv, num_blocks, prefill_graphs, captured, agent, address, began)
+    return LoadedRank(config, runner, kv, num_blocks, prefill_graphs, captured, agent, tiers, address, began)
 
 
 def start_core(
@@ -206,6 +211,7 @@ def make_core(rank: LoadedRank, grammars: GrammarWorkers | None, hub: Hub | None
         embedding_size=rank.runner.embedding_size,
         grammars=grammars,
         hub=hub,
+        tiers=rank.tiers,
     )
 
 

@@ -105,6 +105,10 @@ class EngineFeed:
             self._book_rank(stats, part)
         if "baton_kv_leases_active" in metrics.families:
             metrics.set("baton_kv_leases_active", stats.leases)
+        for tier in stats.tiers if "baton_kv_tier_blocks" in metrics.families else ():
+            metrics.set("baton_kv_tier_blocks", tier.blocks, tier=tier.tier)
+            metrics.set("baton_kv_tier_stored_bytes", tier.stored_bytes, tier=tier.tier)
+            metrics.set("baton_kv_tier_limit_bytes", tier.limit_bytes, tier=tier.tier)
         metrics.set("baton_kv_transfer_inflight", stats.transfers_inflight, transport=self._transport)
         metrics.set("baton_peers", stats.peers_connected, state="connected")
         metrics.set("baton_peers", stats.peers_incompatible, state="incompatible")

@@ -68,6 +68,9 @@ _TABLE = (
                "an event of a load is read; a delay is a slow reader"),
     FaultPoint("cache_store.renew", "P D", ("key", "side", "rank"), _LOST,
                "a lease is renewed, by an open load (side: prefill) or by a queued request (side: decode)"),
+    FaultPoint("cache_store.tier", "P D", ("tier", "operation"), (DELAY, RAISE, DROP, CORRUPT, FULL),
+               "a tier is asked (operation: find, get), which a drop makes a miss, or given a block (put), which full "
+               "makes it refuse; corrupt changes what get has read"),
     FaultPoint("cache_store.release", "P D", ("key", "side", "rank"), _MESSAGE,
                "the word that blocks may go, before it is sent (side: decode) or taken (side: prefill)"),
 )  # fmt: skip

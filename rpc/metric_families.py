@@ -312,6 +312,45 @@ KV_FAMILIES = (
     _f("peer_restarts_total", "c", _SERVERS, "", "Peers found with another engine_id than expected"),
 )  # fmt: skip
 
+_TIERS = "host disk mooncake"
+
+TIER_FAMILIES = (
+    _f("kv_tier_fetches_total", "c", _SERVERS, "outcome",
+       "Prompts whose beginning was looked for below the pool: loaded, partial (some of what was found), absent, "
+       "failed (nothing of what was found), timeout, busy (every thread hangs), displaced and computed (the pool "
+       "changed meanwhile), abandoned (the request ended), flushed",
+       conditions=_COLOCATED,
+       outcome="loaded partial absent failed timeout busy displaced computed abandoned flushed"),
+    _f("kv_tier_fetched_tokens_total", "c", _SERVERS, "", "Prompt tokens whose KV came from a tier",
+       conditions=_COLOCATED),
+    _f("kv_tier_fetch_seconds", "hT", _SERVERS, "", "A prompt is queued to its beginning looked for and loaded",
+       conditions=_COLOCATED),
+    _f("kv_tier_hit_blocks_total", "c", _SERVERS, "tier", "Blocks loaded from the tier, checked",
+       conditions=_COLOCATED, tier=_TIERS),
+    _f("kv_tier_missed_blocks_total", "c", _SERVERS, "tier reason",
+       "Ends of a look-up or a load at a block: absent, lost (gone since the look-up), damaged, failed",
+       conditions=_COLOCATED, tier=_TIERS, reason="absent lost damaged failed"),
+    _f("kv_tier_writes_total", "c", _SERVERS, "tier outcome",
+       "Blocks offered to the tier: stored, refused (no room in it), failed, dropped (it does not keep up)",
+       conditions=_COLOCATED, tier=_TIERS, outcome="stored refused failed dropped"),
+    _f("kv_tier_skipped_writes_total", "c", _SERVERS, "reason",
+       "Blocks that were offered to no tier: present (every tier has them), reused (given to another request before "
+       "they were copied), queue_full, failed",
+       conditions=_COLOCATED, reason="present reused queue_full failed"),
+    _f("kv_tier_evicted_blocks_total", "c", _SERVERS, "tier", "Blocks that left the tier for want of room",
+       conditions=_COLOCATED, tier=_TIERS),
+    _f("kv_tier_errors_total", "c", _SERVERS, "tier reason", "Operations that failed",
+       conditions=_COLOCATED, tier=_TIERS, reason="full io denied unreachable timeout other"),
+    _f("kv_tier_bytes_total", "c", _SERVERS, "tier direction", "Bytes of records moved",
+       conditions=_COLOCATED, tier=_TIERS, direction="read written"),
+    _f("kv_tier_busy_seconds_total", "c", _SERVERS, "tier", "Time of the tier's threads in its operations",
+       conditions=_COLOCATED, tier=_TIERS),
+    _f("kv_tier_blocks", "g", _SERVERS, "tier", "Blocks in the tier", conditions=_COLOCATED, tier=_TIERS),
+    _f("kv_tier_stored_bytes", "g", _SERVERS, "tier", "Bytes of the blocks in the tier",
+       conditions=_COLOCATED, tier=_TIERS),
+    _f("kv_tier_limit_bytes", "g", _SERVERS, "tier", "Room of the tier", conditions=_COLOCATED, tier=_TIERS),
+)  # fmt: skip
+
 SECTIONS: Mapping[str, tuple[Family, ...]] = MappingProxyType(
     {
         "Requests": REQUEST_FAMILIES,
@@ -319,6 +358,7 @@ SECTIONS: Mapping[str, tuple[Family, ...]] = MappingProxyType(
         "Process and RPC": PROCESS_FAMILIES,
         "Engine, graphs, speculation": ENGINE_FAMILIES,
         "KV pool and cache store": KV_FAMILIES,
+        "Tiers below the KV pool": TIER_FAMILIES,
     }
 )
 

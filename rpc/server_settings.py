@@ -212,6 +212,30 @@ class ServerSettings(CommonSettings):
         "retry", description="retry: one reload, then recompute where allowed, else another server"
     )
     kv_bulk_channels: int = Field(4, ge=1, le=64, description="connections to a peer for KV blocks")
+    kv_host_bytes: ByteSize = Field(
+        ByteSize(0), ge=0, description="host memory for prefix blocks that leave the pool, e.g. 4GiB; 0: none"
+    )
+    kv_disk_path: str = Field(
+        "",
+        description="directory of this server alone for prefix blocks, which then outlive it; made if absent; "
+        "default: none",
+    )
+    kv_disk_bytes: ByteSize | None = Field(
+        None, ge=1, description="limit of the files below --kv-disk-path; default: 10GiB"
+    )
+    kv_tier: str = Field(
+        "", description="store for prefix blocks that several servers share, mooncake://HOST:PORT; default: none"
+    )
+    kv_tier_timeout_ms: int = Field(
+        1000,
+        ge=1,
+        le=600_000,
+        description="longest delay of a prompt whose beginning may be in host memory, on disk or in a shared store; "
+        "what has not come by then is computed",
+    )
+    kv_tier_min_tokens: int = Field(
+        256, ge=1, le=1 << 20, description="least number of tokens missing in the pool for which these are asked"
+    )
     prefill_max_wait_timeout_ms: int = Field(
         600_000, ge=1, le=86_400_000, description="longest wait of a prompt for its turn"
     )
@@ -271,6 +295,14 @@ class ServerSettings(CommonSettings):
             raise ValueError(
                 f"--cache-store-return-before-deadline-ms {answer} must be less than "
                 f"--cache-store-steal-before-deadline-ms {last_read}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _disk_limit_has_a_directory(self) -> Self:
+        if self.kv_disk_bytes is not None and not self.kv_disk_path:
+            raise ValueError(
+                f"--kv-disk-bytes {int(self.kv_disk_bytes)} limits the files below --kv-disk-path; give it"
             )
         return self
 

@@ -49,6 +49,8 @@ class BlockPool:
         self.index = PrefixIndex(num_blocks)
         self.evicted: list[bytes] = []  # hashes that eviction removed since the last `take_evicted`
         self.releases = 0  # rises whenever a block may have become available
+        # By block; rises before anything else than what is in the block may be written to it.
+        self.versions = [0] * (num_blocks + 1)
         self._free = list(range(num_blocks, 0, -1))  # a stack; low ids first
         self._holders = [[0] * (num_blocks + 1) for _ in Hold]  # by reason and block
         self._state = [_FREE] * (num_blocks + 1)
@@ -74,6 +76,7 @@ class BlockPool:
             self._free.append(block)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
+            self.versions[block] += 1
             self._add(block, hold)
         return blocks
 

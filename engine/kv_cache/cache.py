@@ -152,16 +152,33 @@ class KvCache:
             added.append((group.pool, held, missing))
         return True
 
-    def commit(self, allocation: Allocation, tokens: Sequence[int], num_tokens: int) -> None:
+    def commit(self, allocation: Allocation, tokens: Sequence[int], num_tokens: int) -> list[tuple[int, bytes]]:
         """The KV of the first `num_tokens` of `tokens` is complete: its full blocks may be shared from now
-        on."""
+        on. Returns those of the first group that are in the prefix cache since, with their hashes."""
         if not self.prefix_caching:
-            return
+            return []
+        new: list[tuple[int, bytes]] = []
         for group in self._list:
             held = allocation.groups[group.info.tag]
             full = num_tokens // group.info.block_size
             if full > held.committed:
-                self._commit(group, held, tokens, full)
+                stored = self._commit(group, held, tokens, full)
+                if group is self._list[0]:
+                    new = stored
+        return new
+
+    def versions(self, tag: str) -> Sequence[int]:
+        """By block of the group `tag`: a number that rises whenever the block is given out, which is before anything
+        may be written to it. Any thread may read it."""
+        return self._group_of(tag).pool.versions
+
+    def available(self, tag: str) -> int:
+        """Blocks of the group `tag` that could be given out now, cached ones that nobody needs included."""
+        return self._group_of(tag).pool.available
+
+    def cached_tokens(self, tokens: Sequence[int], chains: Chains, max_hit: int) -> int:
+        """Leading tokens of `tokens`, at most `max_hit`, that `acquire` would find in the prefix cache now."""
+        return self._match(tokens, min(max_hit, len(tokens)), chains)
 
     def free(self, allocation: Allocation) -> None:
         """Lets go of every block of the allocation, which is of no use afterwards."""
@@ -187,6 +204,16 @@ class KvCache:
             held = allocation.groups[group.info.tag]
             group.pool.move(held.blocks[slice(*held.receiving)], Hold.RECEIVING, Hold.RUNNING)
             held.receiving = (0, 0)
+
+    def received_leading(self, allocation: Allocation, tag: str, count: int) -> None:
+        """The first `count` of the blocks of the group `tag` that a transfer writes are complete and verified, and
+        nothing writes them any more. The others stay as they are."""
+        held = allocation.groups[tag]
+        first, last = held.receiving
+        if not 0 <= count <= last - first:
+            raise ValueError(f"{count} of {last - first} blocks of group {tag} cannot have been received")
+        self._group_of(tag).pool.move(held.blocks[first : first + count], Hold.RECEIVING, Hold.RUNNING)
+        held.receiving = (first + count, last) if first + count < last else (0, 0)
 
     def quarantine(self, allocation: Allocation) -> None:
         """The request is gone while a transfer may still write: keeps those blocks alone, until `free`."""
@@ -255,7 +282,8 @@ class KvCache:
             hit = found * size // self._step * self._step
         return hit
 
-    def _commit(self, group: _Group, held: GroupBlocks, tokens: Sequence[int], full: int) -> None:
+    def _commit(self, group: _Group, held: GroupBlocks, tokens: Sequence[int], full: int) -> list[tuple[int, bytes]]:
+        """Returns what entered the prefix cache: blocks with their hashes."""
         self._collect_evictions()
         index, chain = group.pool.index, held.chain
         hashes = chain.extend(tokens, full)
@@ -265,6 +293,7 @@ class KvCache:
         while first > 0 and not index.find(hashes[first - 1]):
             first -= 1
         stored: list[str] = []
+        new: list[tuple[int, bytes]] = []
         parent = b""
         for position in range(first, full):
             above = hashes[position - 1] if position else None
@@ -272,12 +301,14 @@ class KvCache:
                 if not stored:
                     parent = above or b""
                 stored.append(hashes[position].hex())
+                new.append((held.blocks[position], hashes[position]))
             elif stored:
                 self._events.append(KvEvent(stored=stored, parent=parent.hex()))
                 stored = []
         if stored:
             self._events.append(KvEvent(stored=stored, parent=parent.hex()))
         held.committed = full
+        return new
 
     def _collect_evictions(self, flushed: bool = False) -> None:
         for group in self._list:

@@ -47,6 +47,7 @@ class Batcher:
 
     `fail` ends a request with an error. `admitted` is told of each request that got blocks to compute, `reserved` of
     each that got blocks to load into, `postponed` of each that has to try again; all before its first step.
+    `load_prefix` gives a request's prefix fetch its blocks, and answers whether there were enough.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Batcher:
         admitted: Callable[[Request], None],
         reserved: Callable[[Request], None],
         postponed: Callable[[Request], None],
+        load_prefix: Callable[[Request], bool] = lambda _: False,
     ) -> None:
         self.kv = kv
         self.limits = limits
@@ -67,6 +69,7 @@ class Batcher:
         self._admitted = admitted
         self._reserved = reserved
         self._postponed = postponed
+        self._load_prefix = load_prefix
         self._group = kv.groups[0].tag
         self.waiting = RequestQueue()  # to be computed here
         self.reserving = RequestQueue()  # want blocks to load into
@@ -215,17 +218,21 @@ class Batcher:
         """Gives blocks to those who wait, in order, until they run out: nobody is overtaken for lack of blocks.
 
         A request that waits for a seat or for a share of the batch does not hold up those who only want to load; one
-        whose grammar is being compiled holds up nobody.
+        whose grammar is being compiled, or whose beginning is on its way from a tier, holds up nobody.
         """
         computing, loading = iter(self.waiting), iter(self.reserving)
         compute, load = next(computing, None), next(loading, None)
         while compute is not None or load is not None:
             if load is None or (compute is not None and compute.order < load.order):
                 assert compute is not None
-                if compute.waits_for_grammar:
+                if compute.waits_for_grammar or compute.waits_for_prefix:
                     compute = next(computing, None)
                 elif short_of_blocks or not self._may_start(plan, compute):
                     compute = None
+                elif compute.fetch is not None:  # what was found of its beginning wants blocks
+                    short_of_blocks = not self._load_prefix(compute)
+                    if compute.fetch is not None:  # else there is nothing to wait for after all
+                        compute = next(computing, None)
                 elif not self.reaches(compute, "match"):
                     compute = next(computing, None)
                 elif self._start(compute):

@@ -28,6 +28,8 @@ class Limits:
     reserve_interval_s: float = 0.001
     embedding_size: int = 0  # numbers of an input embedding's row; 0: the model takes none
     model_name: str = ""
+    tier_timeout_s: float = 1.0  # longest delay of a prompt whose beginning may be in a tier below the pool
+    tier_min_tokens: int = 256  # for fewer tokens than that no tier is asked
 
     @classmethod
     def of(
@@ -55,6 +57,8 @@ class Limits:
             reserve_interval_s=config.decode_retry_interval_ms / 1000,
             embedding_size=embedding_size,
             model_name=config.model_name,
+            tier_timeout_s=config.kv_tier_timeout_ms / 1000,
+            tier_min_tokens=config.kv_tier_min_tokens,
         )
 
 

@@ -35,6 +35,7 @@ from engine.scheduler.finish import finish_of
 from engine.scheduler.limits import Limits, check_request
 from engine.scheduler.load_policy import AfterFailure, after_failed_load
 from engine.scheduler.news import News, engine_error
+from engine.scheduler.prefix_fetches import PrefixFetches, Tiers
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import not_offered
 from rpc.graph_status import PrefillGraphStatus
@@ -86,15 +87,27 @@ class Scheduler:
     """Not thread-safe. `time` is refreshed by the caller at each moment that matters."""
 
     def __init__(
-        self, kv: KvCache, limits: Limits, transfer: Transfer, time: StepTime, grammars: GrammarWorkers | None = None
+        self,
+        kv: KvCache,
+        limits: Limits,
+        transfer: Transfer,
+        time: StepTime,
+        grammars: GrammarWorkers | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """grammars: compiles what requests are to keep to; without it, requests with a grammar are refused."""
+        """grammars: compiles what requests are to keep to; without it, requests with a grammar are refused. tiers:
+        below the KV pool."""
         self.grammars = grammars
         self.kv = kv
         self.limits = limits
         self.transfer = transfer
         self.time = time
         self.news = News()
+        self.fetches: PrefixFetches | None = None
+        if tiers is not None:
+            self.fetches = PrefixFetches(
+                kv, tiers, self.news, time, timeout_s=limits.tier_timeout_s, min_tokens=limits.tier_min_tokens
+            )
         self.batcher = Batcher(
             kv,
             limits,
@@ -103,6 +116,7 @@ class Scheduler:
             admitted=self._admitted,
             reserved=self._reserved,
             postponed=transfer.keep_alive,
+            load_prefix=self.fetches.load if self.fetches is not None else lambda _: False,
         )
         self._smallest_block = min(group.block_size for group in kv.groups)
         self.open: dict[str, Request] = {}  # not ended for their callers
@@ -171,6 +185,18 @@ class Scheduler:
             if error is not None:
                 self._fail(request, error)
 
+    def take_fetches(self) -> None:
+        """Lets requests go on for whose beginnings the tiers have done what they can."""
+        if self.fetches is not None:
+            self.fetches.deliver()
+            self.fetches.tick()
+
+    def flush_cache(self) -> None:
+        """Forgets every block of a prefix that no request needs, in the pool and in the tiers of this server."""
+        if self.fetches is not None:
+            self.fetches.flush()
+        self.kv.flush()
+
     def abort(self, abort: AbortRequest) -> None:
         """Ends a request in whatever state it is, within this step."""
         message = "request cancelled by client" if abort.code == ErrorCode.CANCELLED else ""
@@ -217,6 +243,8 @@ class Scheduler:
     def next_tick_in(self) -> float:
         """Seconds until `tick` or another attempt to reserve has something to do; infinity if nothing has."""
         due = self._timers[0][0] if self._timers else math.inf
+        if self.fetches is not None:
+            due = min(due, self.fetches.next_due_s())
         for request in self.batcher.reserving:
             due = min(due, request.retry_at_s)
         return max(0.0, due - self.time.now)
@@ -259,7 +287,9 @@ class Scheduler:
                 request.prompt_logprobs = (request.prompt_logprobs or []) + outcome.prompt_logprobs
             if request.computed // self._smallest_block > row.start // self._smallest_block:
                 assert request.allocation is not None
-                self.kv.commit(request.allocation, request.tokens, request.computed)
+                new = self.kv.commit(request.allocation, request.tokens, request.computed)
+                if self.fetches is not None and request.compute_here:
+                    self.fetches.committed(new)
             if not row.sample:
                 continue
             if outcome.token_id is None:
@@ -503,11 +533,15 @@ class Scheduler:
         request.since_s = self.time.now
         self._limit_wait(request)
         self.batcher.waiting.add(request)
+        if self.fetches is not None:
+            self.fetches.begin(request)
 
     def _admitted(self, request: Request) -> None:
         """It got its blocks and computes from this step on."""
         if request.preemptions == 0:
             request.event("admitted")
+        if self.fetches is not None:
+            self.fetches.admitted(request)
         if request.mode is RunMode.PREFILL:
             self.transfer.admit(request)
 
@@ -562,6 +596,8 @@ class Scheduler:
         if state is RequestState.WAITING:
             if request.compute_here:
                 self.batcher.waiting.remove(request)
+                if self.fetches is not None:
+                    self.fetches.abandon(request)
                 if request.mode is RunMode.PREFILL:
                     self.transfer.fail(key, for_readers(error))
             else:
@@ -645,4 +681,6 @@ class Scheduler:
             else:
                 name = "staged" if request.mode is RunMode.PREFILL else "quarantined"
             ages[name] = max(ages.get(name, 0.0), now - request.held_since_s)
+        for name, since_s in self.fetches.holds() if self.fetches is not None else ():
+            ages[name] = max(ages.get(name, 0.0), now - since_s)
         return ages

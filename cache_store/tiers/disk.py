@@ -1,0 +1,258 @@
+"""Blocks in a directory: one file for each, under its final name only once it is whole.
+
+    PATH/lock                    held (flock) by the one server that uses the directory; a dead server holds nothing
+    PATH/blocks/ab/abcd….kv      a record (record.py); the name is its key, `ab` the key's first byte
+    PATH/blocks/new/…            files that are being written; what lies there at a start is of a server that died
+
+The names are the index: at a start the directories are listed, and no file is read. A file is written beside and then
+renamed, so a server that is killed leaves whole files and litter that the next one removes. Nothing is synced to the
+disk: after a loss of power a file may lack content, which the checksum of its record tells whoever reads it.
+
+The order of use is exact while the server runs and is kept from one start to the next by the files' times, to which
+reading a record sets them. Folders are 0700 and files 0600: they hold what the tenants' prompts became.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cache_store.tiers.record import HEADER_BYTES, KEY_BYTES
+from cache_store.tiers.tier import Record, TierError, TierStats
+from rpc.errors import BatonError, ErrorCode
+
+FLAG = "--kv-disk-path"
+SUFFIX = ".kv"
+_NEW = "new"
+_HEX_DIGITS = frozenset("0123456789abcdef")
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_DENIED = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
+
+_log = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """A `Tier` over a directory of its own. Safe to use from several threads."""
+
+    name = "disk"
+    shared = False
+
+    def __init__(self, path: str | os.PathLike[str], limit_bytes: int) -> None:
+        """limit_bytes: of the files. Makes the directory if there is none.
+
+        Raises INVALID_PARAMS that names the flag when another server uses the directory, or it cannot be used.
+        """
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used one first
+        self._bytes = 0
+        self._evicted = 0
+        self._written = 0
+        self._lock_file = -1
+        root = Path(path)
+        self._blocks = root / "blocks"
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_file = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for folder in (self._blocks, self._blocks / _NEW):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                folder.chmod(0o700)
+            self._remove_litter()
+            self._list()
+        except OSError as error:
+            self.close()
+            if isinstance(error, BlockingIOError):
+                text = "another server uses it; give each server a directory of its own"
+            else:
+                text = f"it cannot be used: {error.strerror or error}; name a directory that can be written to"
+            raise BatonError(ErrorCode.INVALID_PARAMS, f"{FLAG} {root}: {text}") from error
+        self._make_room(0)
+
+    # -- a Tier ---------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Counts as a use of what it finds, as long as this server lives. Reads nothing."""
+        with self._lock:
+            sizes = self._sizes
+            for count, key in enumerate(keys):
+                if key not in sizes:
+                    return count
+                sizes.move_to_end(key)
+            return len(keys)
+
+    def get(self, key: bytes, into: memoryview) -> bool:
+        if key not in self._sizes:
+            return False
+        try:
+            descriptor = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # somebody else removed it
+            self._forget(key)
+            return False
+        except OSError as error:
+            raise _tier_error(error) from error
+        try:
+            whole = os.fstat(descriptor).st_size == into.nbytes and _read(descriptor, into)
+            if whole:
+                os.utime(descriptor)
+        except OSError as error:
+            raise _tier_error(error) from error
+        finally:
+            os.close(descriptor)
+        if not whole:
+            self.discard(key)
+            return False
+        with self._lock:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+        return True
+
+    def put(self, key: bytes, record: Record) -> bool:
+        size = memoryview(record).nbytes
+        if size > self._limit:
+            return False
+        with self._lock:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+                return True
+            self._written += 1
+            new = self._blocks / _NEW / f"{self._written:x}"
+        self._make_room(size)
+        target = self._file(key)
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                _write(descriptor, memoryview(record))
+            finally:
+                os.close(descriptor)
+            try:
+                new.rename(target)
+            except FileNotFoundError:
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                new.rename(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise _tier_error(error) from error
+        with self._lock:
+            if key not in self._sizes:
+                self._sizes[key] = size
+                self._bytes += size
+        return True
+
+    def discard(self, key: bytes) -> None:
+        self._forget(key)
+        with contextlib.suppress(OSError):
+            self._file(key).unlink()
+
+    def clear(self) -> None:
+        with self._lock:
+            keys = list(self._sizes)
+        for key in keys:
+            self.discard(key)
+
+    def stats(self) -> TierStats:
+        return TierStats(len(self._sizes), self._bytes, self._limit, self._evicted)
+
+    def close(self) -> None:
+        """Lets another server have the directory."""
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+    # -- internals ------------------------------------------------------------------------------------------
+
+    def _file(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._blocks / name[:2] / (name + SUFFIX)
+
+    def _forget(self, key: bytes) -> None:
+        with self._lock:
+            self._bytes -= self._sizes.pop(key, 0)
+
+    def _make_room(self, size: int) -> None:
+        """Removes what was used least recently, until `size` bytes more are within the limit."""
+        while True:
+            with self._lock:
+                if not self._sizes or self._bytes + size <= self._limit:
+                    return
+                key, old = self._sizes.popitem(last=False)
+                self._bytes -= old
+                self._evicted += 1
+            with contextlib.suppress(OSError):  # gone already, or it stays until the next start finds it
+                self._file(key).unlink()
+
+    def _remove_litter(self) -> None:
+        with os.scandir(self._blocks / _NEW) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+
+    def _list(self) -> None:
+        found: list[tuple[int, bytes, int]] = []
+        for entry in self._files():
+            key = _key_of(entry.name)
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if key is None or not entry.is_file(follow_symlinks=False):
+                continue  # none of ours
+            if facts.st_size <= HEADER_BYTES:  # power was lost before its content was on the disk
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+                continue
+            found.append((facts.st_mtime_ns, key, facts.st_size))
+        found.sort()
+        for _, key, size in found:
+            self._sizes[key] = size
+            self._bytes += size
+        if found:
+            _log.info("%s has %d blocks of earlier", self._blocks, len(found))
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self._blocks) as folders:
+            for folder in folders:
+                if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
+                    continue
+                with os.scandir(folder.path) as entries:
+                    yield from entries
+
+
+def _key_of(name: str) -> bytes | None:
+    text = name.removesuffix(SUFFIX)
+    if len(text) != 2 * KEY_BYTES or text == name or not _HEX_DIGITS.issuperset(text):
+        return None
+    return bytes.fromhex(text)
+
+
+def _read(descriptor: int, into: memoryview) -> bool:
+    """Fills `into`, without the interpreter lock; False when the file ends before."""
+    at = 0
+    while at < into.nbytes:
+        count = os.preadv(descriptor, [into[at:]], at)
+        if count == 0:
+            return False
+        at += count
+    return True
+
+
+def _write(descriptor: int, record: memoryview) -> None:
+    at = 0
+    while at < record.nbytes:
+        count = os.write(descriptor, record[at:])
+        if count == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        at += count
+
+
+def _tier_error(error: OSError) -> TierError:
+    reason = "full" if error.errno in _FULL else "denied" if error.errno in _DENIED else "io"
+    return TierError(reason, f"{error.strerror or error}")

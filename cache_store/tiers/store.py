@@ -1,0 +1,396 @@
+"""The tiers below one engine's KV pool, as the engine sees them: blocks go down when they are computed and come back
+when a prompt asks for them. No call of the engine's thread waits for anything here.
+
+Down: the engine names blocks that have entered its prefix cache. A thread copies each out of the pool and hands the
+record to every tier. The block may be given to another request at any time, so the copy only counts if the block's
+version, which the pool raises when it gives a block out, is the same after the copy as when the engine named it.
+
+Up: a `Fetch` is first looked up, which tells how many leading blocks the tiers have, nearest tier first; then loaded
+into blocks that the engine has reserved. A record is copied into memory of the reading thread, and its key and checksum
+are compared there; only then is it copied on into the pool. `Fetch.good` tells the leading blocks that are complete.
+The engine may give a fetch up at any time by `cancel`; nothing writes into its blocks once it has come out of `poll`.
+What was found in a farther tier is written to the nearer ones too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cache_store.events import Observation
+from cache_store.observations import ObservationBuffer
+from cache_store.staging import Ticket
+from cache_store.tiers.copies import BlockCopies
+from cache_store.tiers.host import HostTier
+from cache_store.tiers.keys import TierKeys
+from cache_store.tiers.lane import TierLane
+from cache_store.tiers.record import HEADER_BYTES, open_record, record_bytes, seal_record
+from cache_store.tiers.tier import Tier, TierStats
+from rpc.log_limit import LogLimit
+
+MOST_WRITES = 4096  # blocks that wait to be copied out of the pool
+MOST_KNOWN = 65536  # keys that are taken to be in a shared tier, without asking it
+MOST_HOPS = 64  # turns from tier to tier of one look-up
+ROOM_WAIT_S = 1.0  # that the copying thread waits for a tier of this server to keep up
+DRAIN_S = 2.0  # for what waits to be written when the engine ends
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Segment:
+    """Blocks [first, last) of a fetch, which lie in one tier."""
+
+    lane: TierLane
+    first: int
+    last: int
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """Consecutive blocks of one prefix on their way up. Threads write `segments`, `complete` and `failed`."""
+
+    keys: Sequence[bytes]
+    epoch: int
+    segments: list[Segment] = field(default_factory=list)
+    cancelled: bool = False
+    offset: int = 0  # of the block that blocks[0] is for
+    blocks: Sequence[int] = ()
+    after: Ticket | None = None
+    complete: bytearray = field(default_factory=bytearray)  # by block: 1 once its KV is in the pool
+    failed: int = 0  # the first block that will not come; those after it are of no use
+    pending: int = 0  # parts of the load that are under way
+
+    @property
+    def found(self) -> int:
+        """Leading blocks that a tier has, as far as is known."""
+        segments = self.segments
+        return segments[-1].last if segments else 0
+
+    @property
+    def good(self) -> int:
+        """Blocks that are complete, from blocks[0] on without a gap."""
+        gap = self.complete.find(0)
+        return len(self.complete) if gap < 0 else gap
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    block: int
+    version: int
+    block_hash: bytes
+    after: Ticket | None
+    epoch: int
+
+
+class TierStore:
+    """The tiers of one engine, nearest first. All calls are the engine's thread's."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        copies: BlockCopies,
+        keys: TierKeys,
+        versions: Sequence[int],
+        *,
+        timeout_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        """versions: by block; the pool raises a block's before anything else may be written to it. timeout_s: after
+        which nobody waits for a fetch any more. wake: called by threads when `poll` has something new."""
+        self._copies = copies
+        self._keys = keys
+        self._versions = versions
+        self._wake = wake
+        self._news = ObservationBuffer()
+        self._lanes = [
+            TierLane(tier, self._news.observe, hung_s=timeout_s, writes=not isinstance(tier, HostTier))
+            for tier in tiers
+        ]
+        self._record_bytes = record_bytes(copies.payload_bytes)
+        self._buffers = threading.local()
+        self._epoch = 0
+        self._lock = threading.Lock()  # of the counters of fetches
+        self._ended: deque[Fetch] = deque()
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # in every shared tier, as far as is known
+        self._failures = LogLimit()
+        self._evicted = dict.fromkeys((lane.name for lane in self._lanes), 0)
+        self._closed = False
+        self._changed = threading.Condition()
+        self._writes: deque[_Write] = deque()
+        self._copying = False
+        self._writer = threading.Thread(target=self._write_down, name="kv-tiers-copy", daemon=True)
+        self._writer.start()
+
+    # -- down -----------------------------------------------------------------------------------------------
+
+    def write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """(block, its hash) of blocks whose KV is complete and which are in the prefix cache now, parents first.
+
+        Those that a tier has already are in use there; the others are copied, or dropped if too many wait.
+        """
+        after = self._copies.mark()
+        versions, epoch = self._versions, self._epoch
+        with self._changed:
+            room = MOST_WRITES - len(self._writes)
+            for block, block_hash in blocks[:room]:
+                self._writes.append(_Write(block, versions[block], block_hash, after, epoch))
+            self._changed.notify()
+        if len(blocks) > room:
+            self._news.observe("kv_tier_skipped_writes_total", len(blocks) - room, reason="queue_full")
+
+    # -- up -------------------------------------------------------------------------------------------------
+
+    def look_up(self, block_hashes: Sequence[bytes]) -> Fetch | None:
+        """Asks which leading blocks the tiers have; comes out of `poll`. None: nobody can look in time."""
+        fetch = Fetch(self._keys.keys(block_hashes), self._epoch)
+        if self._lanes[0].submit(lambda: self._look(fetch, 0)):
+            return fetch
+        # The nearest tier hangs. The next one may not.
+        return fetch if self._hop(fetch, 1) else None
+
+    def load(self, fetch: Fetch, offset: int, blocks: Sequence[int]) -> None:
+        """Fills `blocks`, of which the first is block `offset` of a fetch that was looked up; comes out of `poll`
+        again. At most as many as were found."""
+        count = len(blocks)
+        fetch.offset, fetch.blocks = offset, blocks
+        fetch.after = self._copies.mark()
+        fetch.complete = bytearray(count)
+        fetch.failed = count
+        parts = [
+            (segment.lane, max(segment.first - offset, 0), min(segment.last - offset, count))
+            for segment in fetch.segments
+            if segment.last > offset and segment.first < offset + count
+        ]
+        fetch.pending = len(parts) + 1
+        for lane, first, last in parts:
+            if not lane.submit(lambda lane=lane, first=first, last=last: self._load(fetch, lane, first, last)):  # type: ignore[misc]
+                self._fail(fetch, first)
+                self._part_ended(fetch)
+        self._part_ended(fetch)
+
+    def take_found(self, fetch: Fetch) -> Fetch:
+        """What a look-up has found so far, as one that has ended. It is cancelled itself."""
+        fetch.cancelled = True
+        return Fetch(fetch.keys, fetch.epoch, list(fetch.segments))
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Nobody wants it any more. It still comes out of `poll`, when its last copy has ended."""
+        fetch.cancelled = True
+
+    def poll(self) -> list[Fetch]:
+        """Fetches whose look-up or load has ended since the last call."""
+        ended: list[Fetch] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    # -- everything else ------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forgets every block, also those on their way down; shared tiers keep theirs. Fetches are to be cancelled."""
+        self._epoch += 1
+        with self._changed:
+            self._writes.clear()
+        for lane in self._lanes:
+            lane.clear(self._epoch)
+
+    def take_observations(self) -> list[Observation]:
+        for lane in self._lanes:
+            evicted = lane.stats().evicted_blocks
+            if evicted > self._evicted[lane.name]:
+                new = evicted - self._evicted[lane.name]
+                self._news.observe("kv_tier_evicted_blocks_total", new, tier=lane.name)
+                self._evicted[lane.name] = evicted
+        return self._news.take()
+
+    def stats(self) -> dict[str, TierStats]:
+        """By name of the tier."""
+        return {lane.name: lane.stats() for lane in self._lanes}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way down."""
+        with self._changed:
+            if self._writes or self._copying:
+                return False
+        return all(lane.idle for lane in self._lanes)
+
+    def close(self, drain_s: float = DRAIN_S) -> None:
+        """Ends the threads, after what is on its way down if that takes no longer than `drain_s`."""
+        until = time.monotonic() + drain_s
+        while not self.idle and time.monotonic() < until:
+            time.sleep(0.01)  # the engine has ended
+        self._closed = True
+        with self._changed:
+            self._writes.clear()
+            self._changed.notify_all()
+        self._writer.join(DRAIN_S)
+        for lane in self._lanes:
+            lane.close()
+
+    # -- threads: down ----------------------------------------------------------------------------------------
+
+    def _write_down(self) -> None:
+        records = [bytearray(self._record_bytes) for _ in range(self._copies.batch)]
+        while True:
+            with self._changed:
+                self._copying = False
+                self._changed.wait_for(lambda: self._closed or self._writes)
+                if self._closed:
+                    return
+                batch: list[_Write] = []
+                while self._writes and len(batch) < len(records):
+                    if batch and self._writes[0].after is not batch[0].after:
+                        break
+                    batch.append(self._writes.popleft())
+                self._copying = True
+            try:
+                self._copy_down(batch, records)
+            except Exception as error:
+                self._news.observe("kv_tier_skipped_writes_total", len(batch), reason="failed")
+                if count := self._failures.occurred("write"):
+                    _log.warning("KV blocks could not be copied to tiers", exc_info=error, extra={"occurrences": count})
+
+    def _copy_down(self, batch: Sequence[_Write], records: Sequence[bytearray]) -> None:
+        wanted = [(write, self._keys.key(write.block_hash)) for write in batch]
+        missing = [(write, key, lanes) for write, key in wanted if (lanes := self._lanes_without(key))]
+        present = len(batch) - len(missing)
+        if present:
+            self._news.observe("kv_tier_skipped_writes_total", present, reason="present")
+        current = [each for each in missing if self._versions[each[0].block] == each[0].version]
+        if current:
+            payloads = [memoryview(record)[HEADER_BYTES:] for record in records[: len(current)]]
+            self._copies.read([write.block for write, _, _ in current], payloads, batch[0].after)
+        reused = len(missing) - len(current)
+        for (write, key, lanes), record in zip(current, records, strict=False):
+            if self._versions[write.block] != write.version:
+                reused += 1  # given to somebody else while it was copied
+                continue
+            seal_record(key, record)
+            self._spread(key, bytes(record), lanes, write.epoch)
+        if reused:
+            self._news.observe("kv_tier_skipped_writes_total", reused, reason="reused")
+
+    def _lanes_without(self, key: bytes) -> list[TierLane]:
+        return [lane for lane in self._lanes if not (key in self._known if lane.shared else lane.has(key))]
+
+    def _spread(self, key: bytes, record: bytes, lanes: Sequence[TierLane], epoch: int) -> None:
+        """Offers a record to tiers. One of this server may keep others waiting for a moment, a shared one may not."""
+        for lane in lanes:
+            if lane.offer(key, record, epoch, 0.0 if lane.shared else ROOM_WAIT_S) and lane.shared:
+                self._note_known(key)
+
+    def _note_known(self, key: bytes) -> None:
+        with self._lock:
+            self._known[key] = None
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+
+    # -- threads: up ------------------------------------------------------------------------------------------
+
+    def _look(self, fetch: Fetch, number: int) -> None:
+        """Runs on a reader of lane `number`. Tiers of this server answer at once and may be asked by any reader."""
+        hops = 0
+        while not fetch.cancelled and fetch.found < len(fetch.keys) and number < len(self._lanes):
+            lane = self._lanes[number]
+            before = fetch.found
+            count = lane.find(fetch.keys[before:] if before else fetch.keys)
+            if count:
+                fetch.segments.append(Segment(lane, before, before + count))
+                number = -1  # a nearer tier may have what follows
+            number += 1
+            hops += 1
+            if hops > MOST_HOPS:
+                break
+            if number < len(self._lanes) and self._lanes[number].shared and fetch.found < len(fetch.keys):
+                if fetch.cancelled or not self._hop(fetch, number):
+                    break
+                return
+        self._end(fetch)
+
+    def _hop(self, fetch: Fetch, number: int) -> bool:
+        """Goes on with the look-up on a lane from `number` on that answers; False if there is none."""
+        for following in range(number, len(self._lanes)):
+            if self._lanes[following].submit(lambda following=following: self._look(fetch, following)):  # type: ignore[misc]
+                return True
+        return False
+
+    def _load(self, fetch: Fetch, lane: TierLane, first: int, last: int) -> None:
+        """Runs on a reader of the lane: blocks [first, last) of those to be filled."""
+        try:
+            batch = self._copies.batch
+            records = self._own_records()
+            for begin in range(first, last, batch):
+                numbers = range(begin, min(begin + batch, last))
+                payloads: list[memoryview] = []
+                for number, record in zip(numbers, records, strict=False):
+                    payload = None if self._useless(fetch, number) else self._get(fetch, lane, number, record)
+                    if payload is None:
+                        self._fail(fetch, number)
+                        break
+                    payloads.append(payload)
+                if not payloads or self._useless(fetch, begin):
+                    return
+                filled = numbers[: len(payloads)]
+                self._copies.write(payloads, [fetch.blocks[number] for number in filled], fetch.after)
+                self._news.observe("kv_tier_hit_blocks_total", len(filled), tier=lane.name)
+                for number, record in zip(filled, records, strict=False):
+                    fetch.complete[number] = 1
+                    self._promote(fetch, lane, number, record)
+        except Exception as error:
+            if count := self._failures.occurred("load"):
+                _log.warning("KV blocks could not be copied from a tier", exc_info=error, extra={"occurrences": count})
+            self._fail(fetch, first)
+        finally:
+            self._part_ended(fetch)
+
+    def _useless(self, fetch: Fetch, number: int) -> bool:
+        return fetch.cancelled or number >= fetch.failed
+
+    def _get(self, fetch: Fetch, lane: TierLane, number: int, record: bytearray) -> memoryview | None:
+        """The payload of a block, checked; it lies in `record`."""
+        key = fetch.keys[fetch.offset + number]
+        if not lane.get(key, memoryview(record)):
+            return None
+        payload = open_record(key, record)
+        if payload is None:
+            lane.damaged(key)
+        return payload
+
+    def _promote(self, fetch: Fetch, lane: TierLane, number: int, record: bytearray) -> None:
+        """Writes a record to the tiers of this server that are nearer than the one that it came from."""
+        key = fetch.keys[fetch.offset + number]
+        if lane.shared:
+            self._note_known(key)
+        nearer = [each for each in self._lanes[: self._lanes.index(lane)] if not each.shared and not each.has(key)]
+        if nearer:
+            kept = bytes(record)
+            for each in nearer:
+                each.offer(key, kept, fetch.epoch, 0.0)
+
+    def _own_records(self) -> list[bytearray]:
+        records: list[bytearray] | None = getattr(self._buffers, "records", None)
+        if records is None:
+            records = self._buffers.records = [bytearray(self._record_bytes) for _ in range(self._copies.batch)]
+        return records
+
+    def _fail(self, fetch: Fetch, number: int) -> None:
+        with self._lock:
+            fetch.failed = min(fetch.failed, number)
+
+    def _part_ended(self, fetch: Fetch) -> None:
+        with self._lock:
+            fetch.pending -= 1
+            ended = fetch.pending == 0
+        if ended:
+            self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        self._ended.append(fetch)
+        if not self._closed:
+            self._wake()
