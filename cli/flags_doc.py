@@ -41,6 +41,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("allow_local_prefill", "engine_start_timeout_secs"),
     ),
     "KV cache": ("kv_cache_dtype", "block_size", "num_kv_blocks", "kv_cache_memory_bytes", "enable_prefix_caching"),
+    "KV tiers below the pool": (
+        *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_tier", "kv_tier_timeout_ms", "kv_tier_min_tokens"),
+    ),
     "KV transfer": (
         *("kv_transport", "kv_lease_seconds", "kv_checksum", "kv_load_failure_policy", "kv_bulk_channels"),
         *("load_cache_timeout_ms", "cache_store_connect_timeout_ms", "cache_store_connect_retry_times"),

@@ -60,6 +60,7 @@ class Launcher:
     decode_flags: list[str] = field(default_factory=list)
     router_flags: list[str] = field(default_factory=list)
     access_log_dir: str = ""
+    kv_disk_path: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 120.0
     max_restarts: int = len(RESTART_PAUSES_S)
@@ -127,7 +128,8 @@ class Launcher:
         arguments = ["--model", self.model, "--host", "127.0.0.1", "--port", "0"]
         arguments += ["--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0"]
         name = f"{role}-{index}"
-        return Process(role, name, [*arguments, *self._log_flags(name), *self.server_flags, *flags], self.log)
+        arguments += [*self._log_flags(name), *self._disk_flags(name, flags)]
+        return Process(role, name, [*arguments, *self.server_flags, *flags], self.log)
 
     def _make_router(self) -> Process:
         addresses: list[str] = []
@@ -150,6 +152,12 @@ class Launcher:
             RouterSettings.parse(self._router_arguments([]), {**os.environ, **self._environ()})
         except SettingsError as error:
             raise LaunchError(f"router: {error}") from None
+
+    def _disk_flags(self, name: str, flags: list[str]) -> list[str]:
+        """A directory for each server that computes prompts: two cannot share one."""
+        if not self.kv_disk_path or "--no-allow-local-prefill" in (*self.server_flags, *flags):
+            return []
+        return ["--kv-disk-path", os.path.join(self.kv_disk_path, name)]
 
     def _log_flags(self, name: str) -> list[str]:
         """Each process has a file of its own: two that rotate the same one would take it from each other."""

@@ -80,6 +80,13 @@ def parser() -> argparse.ArgumentParser:
         help="access logs of all processes: DIR/router.log, DIR/prefill-0.log, ...; opened anew on SIGHUP",
     )
     p.add_argument(
+        "--kv-disk-path",
+        default="",
+        metavar="DIR",
+        help="keep prefix blocks on disk, across restarts: DIR/prefill-0, DIR/decode-0, ...; --server-flags takes "
+        "--kv-disk-bytes of each, --kv-host-bytes and --kv-tier",
+    )
+    p.add_argument(
         "--start-timeout",
         type=float,
         default=START_TIMEOUT_S,
@@ -179,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         decode_flags=shlex.split(arguments.decode_flags),
         router_flags=shlex.split(arguments.router_flags),
         access_log_dir=arguments.access_log_dir,
+        kv_disk_path=arguments.kv_disk_path,
         start_timeout_s=arguments.start_timeout,
         log=(lambda line: print(line, file=sys.stderr)) if arguments.verbose else None,
         say=lambda line: print(line, flush=True),

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ByteSize, Field, model_validator
 
 from rpc.access_log import AccessLog, AccessLogSettings
+from rpc.block_sizes import MOST_TOKENS
 from rpc.grammar import GrammarBackend
 from rpc.redaction import hide
 from rpc.settings import Flag, Settings
@@ -197,7 +198,7 @@ class ServerSettings(CommonSettings):
     max_num_seqs: int = Field(64, ge=1, le=65536, description="requests in the running batch at the most")
     max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens of an engine step at the most")
     block_size: Annotated[int | None, Flag(("--page-size",))] = Field(
-        None, ge=1, le=1024, description="tokens of a KV block; default: 64 on CUDA, 16 on the CPU"
+        None, ge=1, le=MOST_TOKENS, description="tokens of a KV block; default: 64 on CUDA, 16 on the CPU"
     )
     num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks of the pool, in place of a size in bytes")
     kv_cache_memory_bytes: ByteSize | None = Field(None, ge=1, description="size of the KV pool, e.g. 2GiB")
@@ -217,15 +218,12 @@ class ServerSettings(CommonSettings):
     )
     kv_disk_path: str = Field(
         "",
-        description="directory of this server alone for prefix blocks, which then outlive it; made if absent; "
-        "default: none",
+        description="directory of this server alone for prefix blocks, which then outlive it; made if absent",
     )
     kv_disk_bytes: ByteSize | None = Field(
         None, ge=1, description="limit of the files below --kv-disk-path; default: 10GiB"
     )
-    kv_tier: str = Field(
-        "", description="store for prefix blocks that several servers share, mooncake://HOST:PORT; default: none"
-    )
+    kv_tier: str = Field("", description="store for prefix blocks that several servers share, mooncake://HOST:PORT")
     kv_tier_timeout_ms: int = Field(
         1000,
         ge=1,
