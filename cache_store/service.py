@@ -24,6 +24,7 @@ from cache_store.lease import LeaseTable, again
 from cache_store.observations import Observe
 from cache_store.parking import ParkedState, ParkingTable, parking_full
 from cache_store.pool import HostKvPool, KvPool
+from cache_store.positions import Positions
 from cache_store.reader import Reader, WantedGroup, make_caller
 from cache_store.sending import HostSender, Link, NoticeSender, Sender, StagedSender
 from cache_store.settings import AgentSettings
@@ -31,6 +32,7 @@ from cache_store.staging import Staging
 from cache_store.tp_mapping import PeerShare
 from cache_store.transports import GRPC, ONE_SIDED, Offer
 from protos import cache_store_pb2 as pb
+from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, fault, fault_async
 from rpc.ids import valid_request_id
@@ -56,6 +58,7 @@ TRANSFER_FAILURES = frozenset(
         ErrorCode.KV_CHECKSUM_MISMATCH,
         ErrorCode.INCOMPATIBLE_PEER,
         ErrorCode.PEER_RESTARTED,
+        ErrorCode.DUPLICATE_REQUEST,
     )
 )
 
@@ -225,12 +228,18 @@ class CacheStoreService:
                         "groups": ", ".join(group.tag for group in self._identity.groups),
                     },
                 )
+            size = item.block_size
+            fits = block_sizes_fit(layout.block_size, size)
             differing = {
                 name: f"{theirs} / {own}"
                 for name, theirs, own in (
-                    ("block_size", item.block_size, layout.block_size),
+                    ("block_size", size, size if fits else layout.block_size),
                     ("num_layers", item.num_layers, layout.num_layers),
-                    ("block_bytes", item.block_bytes * item.partition_count, layout.block_bytes),
+                    (
+                        "block_bytes",
+                        item.block_bytes * item.partition_count,
+                        layout.block_bytes * size // layout.block_size if fits else layout.block_bytes,
+                    ),
                     ("heads_per_partition", layout.num_kv_heads % item.partition_count, 0),
                 )
                 if theirs != own
@@ -248,8 +257,11 @@ class CacheStoreService:
                     f"{item.partition_id} of {item.partition_count}",
                     "nothing" if share is None else f"{share.source_id} of {share.source_count} for this reader",
                 )
+            positions = Positions.between(layout.block_size, size, request.prompt_tokens)
             groups.append(
-                WantedGroup(layout, item.first_block, item.num_blocks, item.partition_count, item.partition_id)
+                WantedGroup(
+                    layout, item.first_block, item.num_blocks, item.partition_count, item.partition_id, positions
+                )
             )
         return tuple(groups)
 

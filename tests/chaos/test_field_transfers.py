@@ -1,0 +1,447 @@
+"""Failures that transfers of other systems were reported with, each as the invariant that rules it out here.
+
+One prefill and one decode server behind a router; fault points, armed for requests whose id begins with the case's
+name, bring about what was reported. Every test ends with clean ledgers, living processes and an ordinary request that
+is answered right.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from protos import cache_store_pb2, cache_store_pb2_grpc
+from rpc.errors import BatonError, ErrorCode
+from tests.chaos.cases import ROUTER_FLAGS, wait_workers_ready
+from tests.conformance.reference import clear_prompt, prompt_of, reference
+from tests.extent import extent
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
+from tests.integration.generation_client import GenerationClient
+from tests.integration.wire_client import EventReader, Pair, generate_input, typed
+from tests.unit.engine.tiny_models import tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+MODEL = "tiny"
+BLOCK = 16
+POOL = 64
+LAYERS = 3
+BLOCK_BYTES = 2 * 2 * BLOCK * 16 * 4  # K and V, heads, tokens, head_dim, float32
+LONGEST_ON_P = 256  # of the 512 tokens that the model, the router and the decode server allow
+PUBLISH_LIMIT_S = 1.5
+LIMIT_S = 5.0
+TOKENS = 4
+
+PREFILL_FAULTS = (
+    "cache_store.send_piece:delay=60,layer=1,key=k1-*",
+    "cache_store.send_piece:delay=0.1,layer=1,key=k10-*",
+    "cache_store.publish:delay=0.5,nth=3,key=o3*",
+    "cache_store.publish:delay=0.3,nth=3,key=h4-grpc*",
+    "cache_store.publish:delay=0.3,nth=3,key=h4-http*",
+    "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=2,key=h4*",
+    "cache_store.send_piece:delay=1.5,layer=2,block=0,key=o4-load*",
+    "engine.layer:delay=0.003",
+)
+DECODE_FAULTS = (
+    "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-0*",
+    "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-1*",
+    "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-2*",
+    "cache_store.release:delay=0.5,side=decode,key=k14*",
+    "decode.reserved:delay=0.15,request_key=k10-late*",
+    "cache_store.load_start:raise=CACHE_STORE_LOAD_CONNECT_FAILED,every=2,key=k6*",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    sizes = ("--served-model-name", MODEL, "--block-size", str(BLOCK), "--num-kv-blocks", str(POOL),
+             "--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--kv-checksum", "all",
+             "--kv-lease-seconds", "300",
+             "--cache-store-publish-timeout-ms", str(int(1000 * PUBLISH_LIMIT_S)))  # fmt: skip
+    with Cluster(
+        1, 1, model=tiny_model("llama"),
+        prefill_flags=(*sizes, "--max-model-len", str(LONGEST_ON_P)),
+        # A failure is to be seen, not to be made good.
+        decode_flags=(*sizes, "--kv-load-failure-policy", "fail", "--no-allow-local-prefill"),
+        router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--migration-limit", "0",
+                      "--cb-failure-threshold", "10000"),
+        prefill_env={"BATON_FAULTS": ";".join(PREFILL_FAULTS)}, decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS)},
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[GenerationClient]:
+    with GenerationClient(cluster.router.grpc) as found:
+        yield found
+
+
+@pytest.fixture
+def pair(cluster: Cluster) -> Iterator[Pair]:
+    with Pair(cluster.prefill[0], cluster.decode[0], MODEL) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[list[int], list[int]]:
+    """A prompt with its greedy answer."""
+    model = reference(tiny_model("llama"))
+    prompt = clear_prompt(model, 72, TOKENS)
+    return prompt, model.greedy(prompt, TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def _ends_well(cluster: Cluster, client: GenerationClient, known: tuple[list[int], list[int]]) -> Iterator[None]:
+    yield
+    cluster.assert_clean_ledgers()
+    for process in (*cluster.servers, cluster.router):
+        assert process.alive, process.describe()
+    answer = client.generate(known[0], TOKENS)
+    assert (answer.token_ids, answer.path) == (known[1], "pd")
+    cluster.assert_clean_ledgers()
+    assert cluster.errors_without_code() == []
+
+
+def p_of(cluster: Cluster) -> ServerProcess:
+    return cluster.prefill[0]
+
+
+def d_of(cluster: Cluster) -> ServerProcess:
+    return cluster.decode[0]
+
+
+def staged(server: ServerProcess) -> int:
+    return int(server.ledger()[0]["staged"])
+
+
+def counted(server: ServerProcess, name: str, **labels: str) -> float:
+    """The sum of a counter's series that have these labels."""
+    found = 0.0
+    for line in server.metrics().splitlines():
+        head, _, value = line.rpartition(" ")
+        if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+            found += float(value)
+    return found
+
+
+def post(cluster: Cluster, prompt: list[int], request_id: str, max_tokens: int = TOKENS) -> httpx.Response:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return httpx.post(
+        f"http://{cluster.router.http}/v1/completions", json=body, headers={"X-Request-Id": request_id}, timeout=30.0,
+        verify=False,
+    )  # fmt: skip
+
+
+def failed(reader: EventReader) -> BatonError:
+    """The error of a decode stream that brought no token."""
+    result = reader.wait_end()
+    assert result.tokens == []
+    assert reader.error is not None
+    return typed(reader.error)
+
+
+# -- KV lifetime ---------------------------------------------------------------------------------------------------
+
+
+def read_and_release(cluster: Cluster, key: str, prompt_tokens: int) -> None:
+    """What a decode server does with the KV of a key that is staged on P: all of it is read, then let go."""
+    prefill = p_of(cluster)
+    to = cache_store_pb2.KvReference(engine_id=prefill.engine_id, request_key=key)
+    reader = cache_store_pb2.ReaderRank(rank=0, tp_size=1)
+    wanted = cache_store_pb2.WantedBlocks(
+        group="full", block_size=BLOCK, first_block=0, num_blocks=-(-prompt_tokens // BLOCK), block_bytes=BLOCK_BYTES,
+        num_layers=LAYERS, partition_count=1, partition_id=0,
+    )  # fmt: skip
+    load = cache_store_pb2.LoadRequest(
+        reference=to, wanted=[wanted], prompt_tokens=prompt_tokens, checksum="all", chunk_bytes=1 << 20, reader=reader
+    )
+    with grpc.insecure_channel(prefill.cache_store[0]) as channel:
+        stub = cache_store_pb2_grpc.CacheStoreStub(channel)
+        assert list(stub.Load(load, timeout=LIMIT_S))[-1].HasField("done")
+        assert stub.Release(cache_store_pb2.ReleaseRequest(reference=to, complete=True, reader=reader)).found
+
+
+@pytest.mark.parametrize("reference_to", ["blocks beyond the prompt", "kv released before", "kv of another prompt"])
+def test_k2_load_through_d_when_the_reference_is_wrong_then_an_error_and_no_token(
+    cluster: Cluster, pair: Pair, reference_to: str
+) -> None:
+    decode = d_of(cluster)
+    request_id = f"k2-{reference_to.replace(' ', '-')}"
+    prompt = prompt_of(60, salt=len(reference_to))
+    asked = request = generate_input(request_id, prompt, model=MODEL, max_tokens=TOKENS)
+    pair.open_prefill(request).result(LIMIT_S)
+    cause = ErrorCode.DUPLICATE_REQUEST
+    if reference_to == "blocks beyond the prompt":
+        longer = [*prompt, *prompt_of(200)]
+        asked = generate_input(request_id, longer, model=MODEL, max_tokens=TOKENS, key=request.request_key)
+        cause = ErrorCode.KV_STALE_REFERENCE
+    else:
+        read_and_release(cluster, request.request_key, len(prompt))
+        if reference_to == "kv of another prompt":
+            for salt in range(5):  # more than P's pool has room for, so that these take the blocks
+                other = generate_input(f"{request_id}-{salt}", prompt_of(250, salt), model=MODEL, max_tokens=TOKENS)
+                assert pair.generate(other).tokens
+    before = counted(decode, "baton_kv_transfer_failures_total", reason=cause.name)
+    error = failed(pair.open_decode(asked))
+    assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
+    assert error.spec.http == 502
+    assert error.metadata["cause"] == cause.name
+    assert counted(decode, "baton_kv_transfer_failures_total", reason=cause.name) == before + 1
+    pair.p.abort(request.request_key, source="peer")
+
+
+def wait_loading(cluster: Cluster, request_ids: list[str]) -> None:
+    decode = d_of(cluster)
+    for request_id in request_ids:
+        wait_for(f"the load of {request_id}", lambda key=request_id: decode.open_state(key) == "load", LIMIT_S)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at a random moment", "before D says reserved"])
+def test_k10_client_leaves_between_prefill_and_first_token_then_p_holds_nothing_a_second_later(
+    cluster: Cluster, client: GenerationClient, late: bool
+) -> None:
+    """With leases of five minutes, so that none of them is what ends the KV."""
+    numbers = random.Random(7)
+    prefill = p_of(cluster)
+    for number in range(extent(4, 10)):
+        request_id = f"k10{'-late' if late else ''}-{number}"
+        prompt = prompt_of(70 + number, salt=int(late))
+        generation = client.open(prompt, 40, request_id=request_id, salt=request_id)
+        wait_for(f"the answer of P to {request_id}", lambda key=request_id: prefill.open_state(key) == "held", LIMIT_S)
+        threading.Event().wait(numbers.uniform(0.0, 0.1))
+        assert staged(prefill) > 0, "the KV is held for the load"
+        generation.cancel()
+        wait_for("no staged block on P", lambda: staged(prefill) == 0, 1.0)
+
+
+def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster, client: GenerationClient) -> None:
+    numbers = random.Random(20250301)
+    before = {server.name: counted(server, "baton_aborts_total", leg=server.role) for server in cluster.servers}
+    sent: list[str] = []
+    for round_ in range(extent(2, 10)):
+        opened = [
+            client.open(prompt_of(240, salt=number), 16, request_id=f"k8-{round_}-{number}", salt=str(round_))
+            for number in range(extent(20, 40))
+        ]
+        sent += [generation.request_id for generation in opened]
+        timers = [threading.Timer(numbers.uniform(0.0, 0.8), generation.cancel) for generation in opened]
+        for timer in timers:
+            timer.start()
+        for timer in timers:
+            timer.join(LIMIT_S)
+        cluster.assert_clean_ledgers(LIMIT_S)
+        began = time.monotonic()
+        assert len(client.generate(prompt_of(20), TOKENS).token_ids) == TOKENS
+        assert time.monotonic() - began < LIMIT_S
+    for server in cluster.servers:
+        ended = [each for each in server.requests()["finished"] if each["request_id"].startswith("k8-")]
+        # An abort that meets the end of a request changes nothing.
+        cut = [
+            each
+            for each in ended
+            if each.get("abort_source") and (each["code"] or each.get("kv", {}).get("outcome") == "aborted")
+        ]
+        assert cut, f"{server.name}: nobody left in time"
+        aborts = counted(server, "baton_aborts_total", leg=server.role) - before[server.name]
+        assert aborts == len(cut) <= len(sent)
+
+
+def descriptors(cluster: Cluster) -> dict[str, int]:
+    """Open files of every process, by its name."""
+    found = {"router": len(list(Path(f"/proc/{cluster.router.pid}/fd").iterdir()))}
+    for server in cluster.servers:
+        for part, pid in (("front", server.pid), ("engine", server.engine_pid)):
+            found[f"{server.name} {part}"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return found
+
+
+def burst(cluster: Cluster, name: str, count: int, at_once: int, length: int = 40) -> Counter[str]:
+    """How many of `count` requests ended how: "length", or the name of the code."""
+
+    def one(number: int) -> str:
+        try:
+            return client.generate(prompt_of(length, number % 7), TOKENS, request_id=f"{name}-{number}").finish_reason
+        except BatonError as error:
+            return error.code.name
+
+    with GenerationClient(cluster.router.grpc) as client, ThreadPoolExecutor(at_once) as pool:
+        return Counter(pool.map(one, range(count)))
+
+
+def test_k6_loads_when_every_second_one_fails_then_nothing_they_took_is_missing_afterwards(cluster: Cluster) -> None:
+    at_once, count = extent(32, 64), extent(128, 2000)
+    assert burst(cluster, "warm", at_once, at_once) == {"length": at_once}
+    before = descriptors(cluster)
+    found = burst(cluster, "k6", count, at_once)
+    assert found == {"length": count // 2, ErrorCode.LOAD_KV_CACHE_FAILED.name: count // 2}
+    assert burst(cluster, "after", at_once, at_once) == {"length": at_once}
+    for name, number in descriptors(cluster).items():
+        assert number <= before[name] + 2, f"{name} had {before[name]} open files, and has {number}"
+    for server in cluster.servers:
+        wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], LIMIT_S)
+        for state in ("running", "waiting"):
+            assert server.metric(f"baton_num_requests_{state}") == 0
+
+
+def test_k14_conversations_when_releases_come_late_then_each_turn_ends_and_the_pool_is_whole_again(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    """What is computed in half a second needs more than the pool of P, whose blocks stay staged for that long."""
+    turns, talks = extent(2, 6), extent(12, 64)
+
+    def talk(number: int) -> list[str]:
+        prompt, ends = prompt_of(100, salt=number), []
+        for turn in range(turns):
+            request_id = f"k14-{number}-{turn}"
+            try:
+                answer = client.generate(prompt, 16, request_id=request_id, salt=str(number), timeout_s=15.0)
+            except BatonError as error:
+                ends.append(error.code.name)
+                continue
+            ends.append(answer.finish_reason)
+            prompt = [*prompt, *answer.token_ids, *prompt_of(20, salt=turn)]
+        return ends
+
+    most = 0
+    with ThreadPoolExecutor(talks) as pool:
+        asked = [pool.submit(talk, number) for number in range(talks)]
+        while not all(each.done() for each in asked):
+            most = max(most, staged(p_of(cluster)))
+            wait([each for each in asked if not each.done()], 0.05, FIRST_COMPLETED)
+        ends = Counter(end for each in asked for end in each.result())
+    assert most > POOL // 2, "the releases were not late"
+    # Where there is no room in time that is said, and nothing else goes wrong.
+    typed_ends = {ErrorCode.DECODE_MALLOC_FAILED.name, ErrorCode.LOAD_KV_CACHE_FAILED.name}
+    assert set(ends) <= {"length"} | typed_ends
+    assert ends["length"] >= talks
+    cluster.assert_clean_ledgers(LIMIT_S)
+
+
+# -- handshake and rendezvous ---------------------------------------------------------------------------------------
+
+
+def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_gets_its_code_and_stage(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    began = time.monotonic()
+    response = post(cluster, prompt_of(50, salt=4), "h4-http")
+    assert time.monotonic() - began < 2.0
+    assert response.status_code == 502
+    assert response.json()["error"]["baton_code"] == ErrorCode.LOAD_KV_CACHE_FAILED
+    with pytest.raises(BatonError) as caught:
+        client.generate(prompt_of(50, salt=5), TOKENS, request_id="h4-grpc")
+    error = caught.value
+    assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
+    assert error.metadata["cause"] == ErrorCode.CACHE_STORE_STORE_FAILED.name
+    assert error.stage == "publish"
+    for request_id in ("h4-http", "h4-grpc"):
+        assert p_of(cluster).finished(request_id)["code"] == 0, "the prompt was computed, and its answer sent"
+    cluster.assert_clean_ledgers(1.0)
+
+
+def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_and_says_whom_it_waited_for(
+    cluster: Cluster, pair: Pair
+) -> None:
+    decode = d_of(cluster)
+    request = generate_input("h5", prompt_of(40), model=MODEL, max_tokens=TOKENS)
+    began = time.monotonic()
+    reader = pair.open_decode(request)
+    reader.wait_for("reserved")
+    # Who waits for whom, while it waits.
+    (waiting,) = (each for each in decode.requests()["open"] if each["request_id"] == "h5")
+    assert (waiting["state"], waiting["waits_for"]) == ("load", p_of(cluster).cache_store[0])
+    assert waiting["state_seconds"] < PUBLISH_LIMIT_S
+    error = failed(reader)
+    assert PUBLISH_LIMIT_S <= time.monotonic() - began < PUBLISH_LIMIT_S + 2.0
+    assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
+    assert error.metadata["cause"] in ("CACHE_STORE_CALL_PREFILL_TIMEOUT", "CACHE_STORE_LOAD_BUFFER_TIMEOUT")
+    assert error.stage == "publish"
+    assert error.metadata["peer"] == p_of(cluster).cache_store[0]
+    (line,) = (line for line in decode.log_lines() if f"request_key={request.request_key}" in line.get("message", ""))
+    assert f"peer={p_of(cluster).cache_store[0]}" in line["message"]
+
+
+# -- ordering and backpressure --------------------------------------------------------------------------------------
+
+
+def test_o3_last_layer_when_it_is_published_after_the_prefill_has_answered_then_decoding_waits_for_it(
+    client: GenerationClient, known: tuple[list[int], list[int]]
+) -> None:
+    answer = client.generate(known[0], TOKENS, request_id="o3", salt="o3")
+    assert answer.token_ids == known[1]
+    assert answer.timeline["router.prefill"] < 0.5, "the prefill's answer came before its last layer"
+    assert answer.timeline["decode.load"] >= 0.5
+    assert answer.timeline["router.first_decode_token"] >= 0.5
+
+
+def test_o4_step_loop_when_it_is_stuck_then_open_loads_end_and_the_prefill_server_gets_its_blocks_back(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    prefill = p_of(cluster)
+    for attempt in range(3):
+        loads = [
+            client.open(prompt_of(60, salt=20 + n), TOKENS, request_id=f"o4-load-{attempt}-{n}", salt=f"o4 {attempt}")
+            for n in range(4)
+        ]
+        wait_loading(cluster, [each.request_id for each in loads])
+        stuck = client.open(prompt_of(20), 3, request_id=f"o4-stuck-{attempt}", salt=f"o4 {attempt}")
+        stuck.wait_tokens(1)
+        # Its first step of decoding begins now and takes 3 s. Unless the machine was so slow that the loads are over.
+        still_open = staged(prefill) > 0
+        wait_for("no staged block on P", lambda: staged(prefill) == 0, 3.0)
+        was_stuck = len(stuck.token_ids) == 1
+        for generation in (stuck, *loads):
+            assert generation.answer().finish_reason == "length"
+        if still_open and was_stuck:
+            return
+    raise AssertionError("the loads never ended while the step loop stood still")
+
+
+# -- failure policy -------------------------------------------------------------------------------------------------
+
+
+def test_p1_prompt_when_the_prefill_server_refuses_it_then_400_and_its_neighbours_are_untouched(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    prompts = [prompt_of(30 + n, salt=n) for n in range(16)]
+    alone = [client.generate(prompt, TOKENS).token_ids for prompt in prompts]
+    opened = [client.open(prompt, TOKENS, salt="neighbours") for prompt in prompts[:8]]
+    response = post(cluster, prompt_of(LONGEST_ON_P + 40), "p1-long")
+    opened += [client.open(prompt, TOKENS, salt="neighbours") for prompt in prompts[8:]]
+    assert response.status_code == 400
+    assert response.json()["error"]["baton_code"] == ErrorCode.LONG_PROMPT_ERROR
+    assert [generation.answer().token_ids for generation in opened] == alone
+    for record in d_of(cluster).requests()["finished"]:
+        if record["request_id"] == "p1-long":
+            assert record["generated_tokens"] == 0
+
+
+# -- the last one: it kills a server --------------------------------------------------------------------------------
+
+
+def test_k1_client_that_leaves_when_the_prefill_server_has_died_in_mid_load_then_all_blocks_are_free(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    """Four prompts at once fill D's pool, so that a leak would show in the next round."""
+    decode = d_of(cluster)
+    for round_ in range(extent(1, 20)):
+        opened = [
+            client.open(prompt_of(230, salt=n), 8, request_id=f"k1-{round_}-{n}", salt=str(round_)) for n in range(4)
+        ]
+        wait_loading(cluster, [generation.request_id for generation in opened])
+        assert decode.ledger()[0]["receiving"] == 4 * -(-230 // BLOCK)
+        p_of(cluster).kill()
+        for generation in opened:
+            generation.cancel()
+        cluster.assert_clean_ledgers(2.0)
+        cluster.restart(p_of(cluster))
+        wait_workers_ready(cluster)
