@@ -206,7 +206,8 @@ class CacheStoreAgent:
     ) -> None:
         """The request has its blocks (per group, at least those of the prompt) and is being computed now.
 
-        Blocks of the first `ready_tokens` tokens are readable at all layers (prefix hits). One LeaseEnded follows, sooner or later.
+        Blocks of the first `ready_tokens` tokens are readable at all layers (prefix hits). One LeaseEnded follows,
+        sooner or later.
         """
         own = {tag: list(ids) for tag, ids in blocks.items()}
         self._post(self._do_admit, request_key, generation, prompt_tokens, own, ready_tokens)

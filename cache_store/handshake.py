@@ -8,6 +8,7 @@ from cache_store.tp_mapping import peer_map
 from cache_store.transports import TCP, Offer
 from cache_store.wire import out_of_range, require
 from protos import cache_store_pb2, common_pb2
+from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
 from rpc.version import PROTOCOL_VERSION
 
@@ -45,6 +46,16 @@ def _layout(group: common_pb2.KvGroup) -> str:
     )
 
 
+def _fits(theirs: common_pb2.KvGroup, own: common_pb2.KvGroup) -> bool:
+    """Equal but for the block sizes, which fit."""
+    if theirs == own:
+        return True
+    resized = common_pb2.KvGroup()
+    resized.CopyFrom(theirs)
+    resized.block_size = own.block_size
+    return resized == own and block_sizes_fit(own.block_size, theirs.block_size)
+
+
 def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeRequest, offer: Offer) -> dict[str, str]:
     """Every fact that keeps the caller and `identity` from working as a pair: name to "caller's value / own value"."""
     facts: dict[str, str] = {}
@@ -60,7 +71,7 @@ def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeR
     own = {group.tag: group.to_proto() for group in identity.groups}
     compare("groups", ", ".join(sorted(theirs)), ", ".join(sorted(own)))
     for tag in sorted(theirs.keys() & own.keys())[:16]:
-        if theirs[tag] != own[tag]:
+        if not _fits(theirs[tag], own[tag]):
             facts[f"group {tag[:32]}"] = f"{_layout(theirs[tag])[:128]} / {_layout(own[tag])}"
     if not offer.choose(request.transports, request.host_id):
         facts["transports"] = f"{', '.join(request.transports)[:64]} / {', '.join(offer.transports)}"
@@ -89,7 +100,8 @@ def answer(
     if facts:
         raise BatonError(
             ErrorCode.INCOMPATIBLE_PEER,
-            f"the two servers differ in {', '.join(facts)}; pair servers of one model, block size and version",
+            f"the two servers differ in {', '.join(facts)}; pair servers of one model and version, "
+            "and of block sizes of which one is a multiple of the other",
             metadata=facts,
         )
     try:
@@ -104,6 +116,7 @@ def answer(
         transport=transport,
         memory=offer.memories.get(transport),
         data_port=offer.data_port if transport == TCP else 0,
+        groups=[group.to_proto() for group in identity.groups],
         checksum=stricter(request.checksum, checksum),
         lease_seconds=lease_seconds,
     )

@@ -211,18 +211,7 @@ class FetchLanding(_CopyLanding):
             late = "the request's deadline is too near for another read; allow it more time"
             load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
         wanted = load.expect(header, data.nbytes)
-        share = self._shares[header.group]
-        halves = share.source_count > 1 or wanted.partition_count > 1
-        target = _places(wanted, header, halves=halves)
-        source = block_rows(
-            header.group,
-            header.layer,
-            header.source_blocks,
-            wanted.piece_bytes,
-            share.source_count,
-            share.source_id,
-            halves=halves,
-        )
+        source, target = _paired(wanted, header, self._shares[header.group])
         try:
             copy = await self._fetcher.begin(self._memory.memory, source, target, self._after)
         except IndexError as error:
@@ -288,12 +277,32 @@ class FetchLanding(_CopyLanding):
             proof.exception()  # looked at: the load has its cause already
 
 
+def _paired(wanted: WantedHere, header: pb.PieceHeader, share: PeerShare) -> tuple[Rows, Rows]:
+    """Where the blocks of a notice lie in the memory of the peer's engine, and where they go in the pool: as many rows,
+    of one size."""
+    tag, layer, size, positions = header.group, header.layer, wanted.piece_bytes, wanted.positions
+    from_, count = header.source_blocks, share.source_count
+    if positions is None:
+        halves = count > 1 or wanted.partition_count > 1
+        source = block_rows(tag, layer, from_, size, count, share.source_id, halves=halves)
+        return source, _places(wanted, header, halves=halves)
+    heads = wanted.layout.num_kv_heads // wanted.partition_count
+    source = positions.source_rows(tag, layer, header.blocks, from_, size, heads, count, share.source_id)
+    ids = _ids(wanted, header)
+    target = positions.target_rows(tag, layer, ids, size, heads, wanted.partition_count, wanted.partition_id)
+    return source, target
+
+
+def _ids(wanted: WantedHere, header: pb.PieceHeader) -> list[int]:
+    return [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
+
+
 def _places(wanted: WantedHere, header: pb.PieceHeader, *, halves: bool = False) -> Rows:
     """Where the blocks of an event go in the pool."""
     return block_rows(
         wanted.layout.tag,
         header.layer,
-        [wanted.block_ids[block - wanted.first_block] for block in header.blocks],
+        _ids(wanted, header),
         wanted.piece_bytes,
         wanted.partition_count,
         wanted.partition_id,

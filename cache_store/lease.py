@@ -162,7 +162,8 @@ class LeaseTable:
         blocks: Mapping[str, Sequence[int]],
         ready_tokens: int,
     ) -> Lease | None:
-        """RUNNING. Blocks of the first `ready_tokens` tokens may be read at once. A key that was tombstoned or has failed gives an ended lease at once, and None.
+        """RUNNING; blocks of the first `ready_tokens` tokens may be read at once. A key that was tombstoned or has
+        failed gives an ended lease at once, and None.
 
         Raises ValueError for a key that has a lease already, and for blocks that do not fit the prompt.
         """
@@ -304,7 +305,7 @@ class LeaseTable:
         if prompt_tokens != lease.prompt_tokens:
             raise self._out_of_range(f"prompt of {prompt_tokens} tokens, staged are {lease.prompt_tokens}")
         for group in wanted:
-            have = len(lease.blocks[group.layout.tag])
+            have = group.blocks_of(prompt_tokens)
             if group.end > have:
                 raise self._out_of_range(
                     f"blocks [{group.first_block}, {group.end}) of {group.layout.tag!r}, staged are {have}"

@@ -24,6 +24,7 @@ from cache_store.load import Load, WantedHere, breach
 from cache_store.observations import Observe
 from cache_store.peers import Peer, Peers, request_metadata
 from cache_store.pool import HostKvPool, KvPool
+from cache_store.positions import Positions
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
 from cache_store.transports import ONE_SIDED
@@ -70,7 +71,7 @@ class LegStreams:
             )
         settings = self._settings
         load = leg.load = Load(
-            self._wanted(job, leg),
+            self._wanted(job, leg, peer),
             peer.checksum,
             settings.load_progress_timeout_s,
             settings.publish_timeout_s,
@@ -200,7 +201,7 @@ class LegStreams:
         else:
             load.on_state(event.state)
 
-    def _wanted(self, job: Job, leg: Leg) -> tuple[WantedHere, ...]:
+    def _wanted(self, job: Job, leg: Leg, peer: Peer) -> tuple[WantedHere, ...]:
         groups = []
         for tag, share in leg.shares.items():
             first_block, ids = job.wanted[tag]
@@ -208,7 +209,12 @@ class LegStreams:
             assert layout is not None  # the plan is made of the identity's groups
             ranges = layout.partition_ranges(share.dest_count, share.dest_id)
             size = sum(stop - start for start, stop in ranges)
-            groups.append(WantedHere(layout, first_block, list(ids), size, ranges, share.dest_count, share.dest_id))
+            positions = None
+            if peer.transport in ONE_SIDED:
+                positions = Positions.between(peer.block_sizes[tag], layout.block_size, job.prompt_tokens)
+            groups.append(
+                WantedHere(layout, first_block, list(ids), size, ranges, share.dest_count, share.dest_id, positions)
+            )
         return tuple(groups)
 
     def _request(self, job: Job, leg: Leg, load: Load) -> pb.LoadRequest:

@@ -17,6 +17,7 @@ from cache_store import checksum
 from cache_store.events import Timeline
 from cache_store.layout import GroupLayout
 from cache_store.observations import Observe, ignore
+from cache_store.positions import Positions
 from cache_store.transports import GRPC, ONE_SIDED
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
@@ -38,7 +39,8 @@ class WantedHere:
     """Blocks of one group that this side wants, and where they go.
 
     `ranges` are the bytes inside a block that the payload of a piece fills: those of share `partition_id` of
-    `partition_count` (see GroupLayout.partition_ranges).
+    `partition_count` (see GroupLayout.partition_ranges). `positions`: how the blocks lie over those of the peer,
+    where this side reads them there and the block sizes differ.
     """
 
     layout: GroupLayout
@@ -48,6 +50,7 @@ class WantedHere:
     ranges: tuple[tuple[int, int], ...]
     partition_count: int = 1
     partition_id: int = 0
+    positions: Positions | None = None
 
 
 @dataclass
@@ -144,7 +147,7 @@ class Load:
                     f"expected {wanted.piece_bytes} bytes each",
                 )
             )
-        if len(header.source_blocks) != (len(blocks) if direct else 0):
+        if bool(header.source_blocks) != direct:
             self.fail_with(breach("a piece event of another transport than agreed"))
         arrived = pending.arrived[layer]
         before = -1
@@ -158,6 +161,10 @@ class Load:
                 self.fail_with(_mismatch("a KV block arrived twice", f"{where}, block {block}"))
             before = block
         if direct:
+            positions = wanted.positions
+            sources = len(blocks) if positions is None else positions.count_touched(blocks)
+            if len(header.source_blocks) != sources:
+                self.fail_with(breach(f"{len(header.source_blocks)} blocks of the peer, {sources} hold the tokens"))
             return wanted  # never copied through a buffer that something else could have damaged
         if checksum.covered(self.checksum_mode, layer, blocks[0]) and len(header.checksums) != len(blocks):
             self._count("checksum", len(blocks))

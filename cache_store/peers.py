@@ -24,6 +24,7 @@ from cache_store.staging import MemoryUnavailable, PeerMemory
 from cache_store.transports import GRPC, ONE_SIDED, Offer
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
+from rpc.block_sizes import block_sizes_fit
 from rpc.channels import ChannelPool, Connection
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault_async
@@ -90,6 +91,7 @@ class Peer:
     transport: str = GRPC
     memory: OpenMemory | None = None  # with a one-sided transport
     data_port: int = 0  # with tcp
+    block_sizes: Mapping[str, int] = field(default_factory=dict)  # tokens of its blocks, by cache group
     closed_to_us: set[str] = field(default_factory=set)  # transports that turned out not to work with `closed_engine`
     closed_engine: str = ""
     lost_at: float = 0.0
@@ -200,6 +202,7 @@ class Peers:
                     "the prefill server's answer breaks the protocol",
                     metadata={"contract_breach": "absent_field", "breach": "handshake without its result"},
                 )
+            block_sizes = self._check_groups(response)
             memory = None
             if response.transport in ONE_SIDED:
                 memory = await self._open(peer, response.transport, response.memory)
@@ -210,6 +213,7 @@ class Peers:
             peer.memory = memory
             peer.transport = response.transport
             peer.data_port = response.data_port
+            peer.block_sizes = block_sizes
             peer.state = PeerState.CONNECTED
             peer.engine_id = engine_id
             peer.checksum = response.checksum
@@ -225,6 +229,18 @@ class Peers:
         finally:
             self._observe("handshakes_total", result=result)
             self._observe("handshake_seconds", self._clock() - began, result=result)
+
+    def _check_groups(self, response: pb.HandshakeResponse) -> dict[str, int]:
+        """The peer's block sizes. Raises CACHE_STORE_LOAD_UNKNOWN_ERROR for a peer that did not compare them."""
+        sizes = {group.tag: group.block_size for group in response.groups}
+        fit = all(block_sizes_fit(sizes.get(own.tag, 0), own.block_size) for own in self._identity.groups)
+        if not fit:
+            raise BatonError(
+                ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+                "the prefill server's answer breaks the protocol",
+                metadata={"contract_breach": "absent_field", "breach": "handshake without block sizes that fit"},
+            )
+        return sizes
 
     async def _open(self, peer: Peer, transport: str, shared: pb.SharedPool) -> OpenMemory | None:
         """The peer's memory. None: it cannot be opened, which is said once, and another transport has to do.

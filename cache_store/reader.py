@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from cache_store.layout import AgentIdentity, GroupLayout
+from cache_store.positions import Positions
+from cache_store.rows import Rows, block_rows
 from cache_store.tp_mapping import PeerShare, peer_map, peers_of
 from cache_store.wire import out_of_range
 from rpc.errors import BatonError
@@ -56,21 +58,48 @@ def make_caller(identity: AgentIdentity, rank: int, tp_size: int) -> tuple[Calle
 
 @dataclass(frozen=True)
 class WantedGroup:
-    """Blocks [first_block, first_block + num_blocks) of all layers of a group; of each the given share of the heads."""
+    """Blocks [first_block, first_block + num_blocks) of all layers of a group; of each the given share of the heads.
+
+    Blocks are the caller's; `positions` says how they lie over those of `layout` where the sizes differ.
+    """
 
     layout: GroupLayout
     first_block: int
     num_blocks: int
     partition_count: int = 1
     partition_id: int = 0
+    positions: Positions | None = None
 
     @property
     def piece_bytes(self) -> int:
-        return self.layout.block_bytes // self.partition_count
+        whole = self.layout.block_bytes // self.partition_count
+        positions = self.positions
+        return whole if positions is None else whole * positions.target // positions.source
 
     @property
     def end(self) -> int:
         return self.first_block + self.num_blocks
+
+    def blocks_of(self, tokens: int) -> int:
+        """How many of the caller's blocks hold so many tokens."""
+        size = self.layout.block_size if self.positions is None else self.positions.target
+        return -(-tokens // size)
+
+    def sources(self, blocks: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """Where `blocks` lie: for each of them the physical blocks that it touches. ids: those of the request."""
+        if self.positions is None:
+            return [ids[block] for block in blocks]
+        return [ids[block] for block in self.positions.touched(blocks)]
+
+    def rows(self, layer: int, blocks: Sequence[int], ids: Sequence[int]) -> Rows:
+        """The rows of a layer that are the payload of `blocks`, ascending. ids: the request's physical blocks."""
+        tag, positions, sources = self.layout.tag, self.positions, self.sources(blocks, ids)
+        if positions is None:
+            return block_rows(tag, layer, sources, self.piece_bytes, self.partition_count, self.partition_id)
+        heads = self.layout.num_kv_heads // self.partition_count
+        return positions.source_rows(
+            tag, layer, blocks, sources, self.piece_bytes, heads, self.partition_count, self.partition_id
+        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +157,8 @@ class Reader:
         best: Run | None = None
         for group, cursors in zip(self.wanted, self._cursors, strict=True):
             ready = self.lease.ready[group.layout.tag]
+            if group.positions is not None:
+                ready = [group.positions.ready(blocks) for blocks in ready]
             for layer, cursor in enumerate(cursors):
                 if best is not None and layer >= best.layer:
                     break

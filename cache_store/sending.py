@@ -22,7 +22,8 @@ from cache_store.lease import LeaseState, again
 from cache_store.observations import Observe
 from cache_store.pool import HostKvPool
 from cache_store.reader import Reader, Run
-from cache_store.rows import block_rows
+from cache_store.row_copies import copy_rows
+from cache_store.rows import Rows
 from cache_store.settings import AgentSettings
 from cache_store.staging import Slot, Staging, settled
 from protos import cache_store_pb2 as pb
@@ -240,10 +241,9 @@ class HostSender(Sender):
             size = run.wanted.piece_bytes * len(blocks)
             workers = self._link.workers
             if workers is None or size < WORKER_BYTES:
-                message = self._encode(run, blocks, self._views(run, blocks))
+                message = self._join(run, blocks)
             else:
-                views = self._views(run, blocks)
-                self._copy = asyncio.get_running_loop().run_in_executor(workers, self._encode, run, blocks, views)
+                self._copy = asyncio.get_running_loop().run_in_executor(workers, self._join, run, blocks)
                 message = await asyncio.shield(self._copy)
                 self._copy = None
             await self._send(message, len(blocks), size)
@@ -259,11 +259,21 @@ class HostSender(Sender):
             if copy.done() and not copy.cancelled():
                 copy.exception()  # looked at: the load has its cause already
 
+    def _join(self, run: Run, blocks: list[int]) -> bytes:
+        return self._encode(run, blocks, self._views(run, blocks))
+
     def _views(self, run: Run, blocks: list[int]) -> list[memoryview]:
-        """Views of the pool, neighbours in the pool as one; or copies of the wanted share of the heads."""
+        """Views of the pool, neighbours in the pool as one; or copies of the wanted share of the heads, or of blocks of
+        another size."""
         wanted, layer = run.wanted, run.layer
         tag = wanted.layout.tag
         ids = self._reader.lease.blocks[tag]
+        if wanted.positions is not None:
+            rows = wanted.rows(layer, blocks, ids)
+            gathered = memoryview(bytearray(rows.nbytes))
+            into = Rows(tag, layer, rows.unit_bytes, range(len(rows.numbers)))
+            copy_rows(self._pool.layer(tag, layer), rows, gathered, into)
+            return [gathered]
         piece = self._pool.piece
         if wanted.partition_count > 1:
             ranges = wanted.layout.partition_ranges(wanted.partition_count, wanted.partition_id)
@@ -302,6 +312,7 @@ class StagedSender(Sender):
         super().__init__(link)
         self._staging = staging
         self._window: deque[_Staged] = deque()
+        self._parts: list[asyncio.Future[None]] = []  # copies of a block that has no room in one slot
         self._next: tuple[Run, list[int]] | None = None  # taken from the reader, and no slot for it yet
 
     async def _advance(self) -> bool:
@@ -313,6 +324,12 @@ class StagedSender(Sender):
                     break
                 self._next = (run, await self._chosen(run))
             run, blocks = self._next
+            if blocks and run.wanted.piece_bytes > ring.slot_bytes:
+                if self._window:
+                    break
+                self._next = None
+                await self._send_in_parts(run, blocks)
+                return True
             if blocks:
                 slot = ring.try_take()
                 if slot is None and self._window:
@@ -327,19 +344,49 @@ class StagedSender(Sender):
         await self._send(message, staged.pieces, staged.size)
         return True
 
+    async def _send_in_parts(self, run: Run, blocks: list[int]) -> None:
+        """One block, of a peer whose blocks are larger than a slot, which is held for a part of it alone."""
+        ring, rows = self._staging.reads, run.wanted.rows(run.layer, blocks, self._blocks_of(run))
+        whole, unit = memoryview(bytearray(rows.nbytes)), rows.unit_bytes
+        step = ring.slot_bytes // unit
+        for at in range(0, len(rows.numbers), step):
+            part = Rows(rows.group, rows.layer, unit, rows.numbers[at : at + step])
+            slot = ring.try_take() or await ring.take()
+            try:
+                self._check_stop()
+                ticket = self._staging.copies.read(part, slot)
+            except BaseException:
+                ring.give(slot)
+                raise
+            copy: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._parts = [copy]
+            into = whole[at * unit : at * unit + part.nbytes]
+            self._staging.when_read(ticket, partial(self._part_copied, copy, slot, into))
+            await asyncio.shield(copy)
+        self._parts = []
+        await self._send(self._encode(run, blocks, [whole]), len(blocks), rows.nbytes)
+
+    def _part_copied(
+        self, copy: asyncio.Future[None], slot: Slot, into: memoryview, failure: BaseException | None
+    ) -> None:
+        try:
+            if failure is not None:
+                raise failure
+            into[:] = slot.view[: into.nbytes]
+            copy.set_result(None)
+        except Exception as error:
+            copy.set_exception(error)
+        finally:
+            self._staging.reads.give(slot)
+
+    def _blocks_of(self, run: Run) -> list[int]:
+        return self._reader.lease.blocks[run.wanted.layout.tag]
+
     def _begin(self, run: Run, blocks: list[int], slot: Slot) -> None:
         wanted = run.wanted
         try:
             self._check_stop()  # the wait for the slot may have been long
-            ids = self._reader.lease.blocks[wanted.layout.tag]
-            rows = block_rows(
-                wanted.layout.tag,
-                run.layer,
-                [ids[block] for block in blocks],
-                wanted.piece_bytes,
-                wanted.partition_count,
-                wanted.partition_id,
-            )
+            rows = wanted.rows(run.layer, blocks, self._blocks_of(run))
             ticket = self._staging.copies.read(rows, slot)
         except BaseException:
             self._staging.reads.give(slot)
@@ -367,8 +414,9 @@ class StagedSender(Sender):
             self._staging.reads.give(slot)
 
     async def _quiet(self) -> None:
-        copies = [staged.message for staged in self._window]
+        copies: list[asyncio.Future[Any]] = [*(staged.message for staged in self._window), *self._parts]
         self._window.clear()
+        self._parts = []
         try:
             await settled(copies)
         finally:
@@ -389,7 +437,7 @@ class NoticeSender(Sender):
             blocks = await self._chosen(run)
             if blocks:
                 ids = self._reader.lease.blocks[run.wanted.layout.tag]
-                notices.append(self._header(run, blocks, source_blocks=[ids[block] for block in blocks]))
+                notices.append(self._header(run, blocks, source_blocks=run.wanted.sources(blocks, ids)))
                 pieces += len(blocks)
                 size += run.wanted.piece_bytes * len(blocks)
         if notices:

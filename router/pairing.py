@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protos import worker_pb2
+from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
 from rpc.tp_sizes import sizes_fit
 from rpc.version import PROTOCOL_VERSION
@@ -110,14 +111,21 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One fact in which two servers that should form a pair differ."""
+    """One fact in which two servers that should form a pair differ. `rule`: what it takes, where that is not to be
+    equal."""
 
     fact: str
     prefill: str
     decode: str
+    rule: str = ""
+
+    @property
+    def values(self) -> str:
+        rule = f" ({self.rule})" if self.rule else ""
+        return f"prefill {self.prefill}, decode {self.decode}{rule}"
 
     def __str__(self) -> str:
-        return f"{self.fact}: prefill {self.prefill}, decode {self.decode}"
+        return f"{self.fact}: {self.values}"
 
 
 def differences(prefill: WorkerFacts, decode: WorkerFacts) -> tuple[Difference, ...]:
@@ -138,8 +146,12 @@ def differences(prefill: WorkerFacts, decode: WorkerFacts) -> tuple[Difference, 
     compare("groups", sorted(p_groups), sorted(d_groups))
     for tag in sorted(p_groups.keys() & d_groups.keys()):
         p_group, d_group = p_groups[tag], d_groups[tag]
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"):
+        for name in ("num_layers", "num_kv_heads", "head_dim", "dtype"):
             compare(f"{name}[{tag}]", getattr(p_group, name), getattr(d_group, name))
+        sizes = (p_group.block_size, d_group.block_size)
+        if not block_sizes_fit(*sizes):
+            p_size, d_size = map(str, sizes)
+            found.append(Difference(f"block_size[{tag}]", p_size, d_size, "one must be a multiple of the other"))
     heads = [g.num_kv_heads for g in prefill.groups + decode.groups]
     if not sizes_fit(prefill.tp_size, decode.tp_size, heads):
         found.append(Difference("tp_size", str(prefill.tp_size), str(decode.tp_size)))
@@ -157,7 +169,7 @@ def pair_error(found: Iterable[Difference]) -> BatonError:
     return BatonError(
         code,
         f"no prefill and decode server fit together; they differ in {', '.join(names)}",
-        metadata={d.fact: f"prefill {d.prefill}, decode {d.decode}" for d in found},
+        metadata={d.fact: d.values for d in found},
     )
 
 

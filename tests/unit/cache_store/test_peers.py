@@ -222,8 +222,9 @@ class Scripted(pb_grpc.CacheStoreServicer):
 
     def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeResponse:
         return pb.HandshakeResponse(
-            engine_id="prefill", tp_size=1, rank=0, transport="grpc", checksum="off", lease_seconds=30
-        )
+            engine_id="prefill", tp_size=1, rank=0, transport="grpc", checksum="off", lease_seconds=30,
+            groups=[LAYOUT.to_proto()],
+        )  # fmt: skip
 
     def Load(self, request: pb.LoadRequest, context: object) -> Iterator[pb.LoadEvent]:
         yield from self.events

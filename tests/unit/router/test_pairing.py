@@ -49,7 +49,7 @@ def _with_group(**change: object) -> WorkerFacts:
         (replace(DECODE, transports=("nixl",)), ["transports"]),
         (replace(DECODE, transports=()), ["transports"]),
         (replace(PREFILL, tp_size=2), ["role"]),
-        (_with_group(block_size=64), ["block_size[full]"]),
+        (_with_group(block_size=24), ["block_size[full]"]),
         (_with_group(num_layers=3), ["num_layers[full]"]),
         (_with_group(num_kv_heads=4), ["num_kv_heads[full]"]),
         (_with_group(head_dim=32), ["head_dim[full]"]),
@@ -57,7 +57,7 @@ def _with_group(**change: object) -> WorkerFacts:
         (_with_group(tag="mla"), ["groups"]),
         (replace(DECODE, groups=(GROUP, replace(GROUP, tag="window"))), ["groups"]),
         (
-            replace(_with_group(block_size=64, dtype="float16"), kv_dtype="float16", model_fingerprint=""),
+            replace(_with_group(block_size=24, dtype="float16"), kv_dtype="float16", model_fingerprint=""),
             ["block_size[full]", "dtype[full]", "kv_dtype", "model_fingerprint"],
         ),
     ],
@@ -74,6 +74,11 @@ def test_differences_when_a_fact_need_not_be_shared_then_it_is_not_listed(change
     assert differences(PREFILL, replace(DECODE, **change)) == ()
 
 
+@pytest.mark.parametrize("size", [4, 8, 32, 64, 1024])
+def test_differences_when_one_block_size_is_a_multiple_of_the_other_then_the_servers_fit(size):
+    assert differences(PREFILL, _with_group(block_size=size)) == ()
+
+
 @given(*[st.sampled_from([1, 2, 3, 4, 6, 8])] * 2, st.sampled_from([1, 2, 3, 4, 8, 16]))
 def test_tp_sizes_when_one_divides_the_other_and_both_share_out_the_heads_then_they_fit(p, d, heads):
     fits = (p % d == 0 or d % p == 0) and all(heads % size == 0 or size % heads == 0 for size in (p, d))
@@ -85,10 +90,10 @@ def test_tp_sizes_when_one_divides_the_other_and_both_share_out_the_heads_then_t
 
 
 def test_pair_error_when_several_facts_differ_then_the_metadata_has_each_with_both_values():
-    error = pair_error(differences(PREFILL, replace(_with_group(block_size=64), kv_dtype="bfloat16", tp_size=2)))
+    error = pair_error(differences(PREFILL, replace(_with_group(block_size=24), kv_dtype="bfloat16", tp_size=2)))
     assert error.code is ErrorCode.INCOMPATIBLE_PEER
     assert error.metadata == {
-        "block_size[full]": "prefill 16, decode 64",
+        "block_size[full]": "prefill 16, decode 24 (one must be a multiple of the other)",
         "kv_dtype": "prefill float32, decode bfloat16",
     }
     assert "127.0.0.1" not in error.message

@@ -108,11 +108,11 @@ async def test_remove_when_a_request_is_open_there_then_it_goes_on_and_no_new_on
             {
                 "groups": [
                     common_pb2.KvGroup(
-                        tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=64, dtype="float32"
+                        tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=24, dtype="float32"
                     )
                 ]
             },
-            "block_size[full]: prefill 16, decode 64",
+            "block_size[full]: prefill 16, decode 24 (one must be a multiple of the other)",
         ),
     ],
 )
@@ -149,15 +149,15 @@ async def test_servers_when_they_agree_on_a_version_that_the_router_does_not_spe
 
 
 async def test_choose_when_some_servers_fit_then_only_these_are_paired():
-    other = [common_pb2.KvGroup(tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=64, dtype="float32")]
+    other = [common_pb2.KvGroup(tag="full", num_layers=2, num_kv_heads=2, head_dim=16, block_size=24, dtype="float32")]
     async with running_cluster(1, 1) as cluster:
-        p64 = await cluster.add("prefill", groups=other)
-        d64 = await cluster.add("decode", groups=other)
+        p24 = await cluster.add("prefill", groups=other)
+        d24 = await cluster.add("decode", groups=other)
         await cluster.ready(4)
         for _ in range(6):
             await cluster.collect(make_request())
         p16, d16 = cluster.servers[:2]
-        keys = [{seen.request_key for seen in server.seen} for server in (p16, d16, p64, d64)]
+        keys = [{seen.request_key for seen in server.seen} for server in (p16, d16, p24, d24)]
         assert keys[0] == keys[1]
         assert keys[2] == keys[3]
         assert len(keys[0]) == len(keys[2]) == 3
