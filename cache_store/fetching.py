@@ -11,8 +11,10 @@ from cache_store.pool import HostKvPool
 from cache_store.row_copies import check_rows, copy_rows
 from cache_store.rows import Rows
 from cache_store.shared_memory import MappedPool
-from cache_store.staging import PeerMemory, Staging, Ticket
+from cache_store.staging import PeerMemory, Staging, Ticket, settled
 from protos import cache_store_pb2 as pb
+
+_NUMBERS_BYTES = 16  # of a pair of row numbers
 
 
 class Fetcher(Protocol):
@@ -39,7 +41,10 @@ class Fetcher(Protocol):
 
 
 class DeviceFetcher:
-    """Out of the peer's memory into a pool that only its copy engine reaches, or through it on the host."""
+    """Out of the peer's memory into a pool that only its copy engine reaches, or through it on the host.
+
+    The engine keeps the row numbers of a copy in its slot, so a copy of more rows than have room there is several ones.
+    """
 
     def __init__(self, transport: str, staging: Staging) -> None:
         self.transport = transport
@@ -49,6 +54,32 @@ class DeviceFetcher:
         return await asyncio.to_thread(self._staging.copies.open, memory)
 
     async def begin(self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None) -> asyncio.Future[None]:
+        step = max(1, self._staging.writes.slot_bytes // _NUMBERS_BYTES)
+        count = len(source.numbers)
+        if count <= step:
+            return await self._begin(memory, source, target, after)
+        parts: list[asyncio.Future[None]] = []
+        try:
+            for at in range(0, count, step):
+                parts.append(await self._begin(memory, source.part(at, step), target.part(at, step), after))
+        except BaseException:
+            await settled(parts)  # the caller knows of no copy yet
+            for part in parts:
+                part.exception()  # looked at: there is a cause already
+            raise
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ended(_: asyncio.Future[None]) -> None:
+            if all(part.done() for part in parts):
+                settle(done, next(filter(None, [part.exception() for part in parts]), None))
+
+        for part in parts:
+            part.add_done_callback(ended)
+        return done
+
+    async def _begin(
+        self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None
+    ) -> asyncio.Future[None]:
         ring = self._staging.writes
         slot = ring.try_take() or await ring.take()
         try:

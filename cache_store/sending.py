@@ -1,7 +1,8 @@
 """P's end of one open load, on the wire: sends what is ready, sleeps until something is, ends with the lease's own end.
 
-How a block gets into an event is the business of the three senders: out of host memory (`HostSender`), through the
-staging ring of a device (`StagedSender`), or not at all, because the peer reads it where it lies (`NoticeSender`).
+How a block gets into an event is the business of the senders: out of host memory (`HostSender`), through the staging
+ring of a device (`StagedSender`), or not at all, because the peer reads it where it lies (`NoticeSender`), or because it
+goes over a socket of its own (`tcp_sending.TcpSender`).
 """
 
 from __future__ import annotations
@@ -81,8 +82,7 @@ class Sender(ABC):
     async def _run(self) -> None:
         reader, clock = self._reader, self._link.clock
         lease = reader.lease
-        started = pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)
-        await self._write(pb.LoadEvent(started=started).SerializeToString(), "started")
+        await self._write(pb.LoadEvent(started=self._started()).SerializeToString(), "started")
         await self._write(_STARTED_RUNNING, "running")
         computed = False
         told = lease.published
@@ -102,6 +102,7 @@ class Sender(ABC):
                 told, told_at = lease.published, clock()
             else:
                 await self._sleep(wait if lease.published != told else None)
+        await self._drain()
         result = lease.result
         self._link.let_go(reader, True)
         done = pb.Done(result=result, pieces=reader.pieces_sent)
@@ -127,6 +128,14 @@ class Sender(ABC):
     @abstractmethod
     async def _advance(self) -> bool:
         """Sends the next event with blocks. False: nothing is ready now."""
+
+    def _started(self) -> pb.Started:
+        lease = self._reader.lease
+        return pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)
+
+    async def _drain(self) -> None:
+        """Returns when everything has been handed over."""
+        return
 
     async def _quiet(self) -> None:
         """Returns when no copy reads the blocks. A cancellation takes effect afterwards."""
@@ -163,15 +172,21 @@ class Sender(ABC):
             for view in views:
                 sums += checksum.checksums(view, run.wanted.piece_bytes)
         message = wire.encode_piece(self._header(run, blocks, checksums=sums), views)
-        if faults.armed() and faults.fault(
-            "cache_store.piece_bytes",
-            key=self._reader.lease.key,
-            group=run.wanted.layout.tag,
-            layer=run.layer,
-            rank=self._link.rank,
-        ):
+        if self._damaged(run):
             return message[:-1] + bytes((message[-1] ^ 1,))  # the payload is the event's last field
         return message
+
+    def _damaged(self, run: Run) -> bool:
+        """Whether a fault point wants a byte of the payload to be another one. To be asked once the checksums are made."""
+        return faults.armed() and bool(
+            faults.fault(
+                "cache_store.piece_bytes",
+                key=self._reader.lease.key,
+                group=run.wanted.layout.tag,
+                layer=run.layer,
+                rank=self._link.rank,
+            )
+        )
 
     async def _send(self, message: bytes, pieces: int, size: int) -> None:
         await self._write(message, "pieces")
@@ -180,8 +195,8 @@ class Sender(ABC):
 
     # ---- the stream
 
-    async def _write(self, message: bytes, kind: str) -> None:
-        """Sends an event. Fault point `cache_store.send_event` with the kind."""
+    async def _write(self, message: bytes, kind: str) -> int:
+        """Sends an event; what of it was changed by the fault point `cache_store.send_event` with the kind."""
         effect = 0
         if faults.armed():
             key = self._reader.lease.key
@@ -190,6 +205,7 @@ class Sender(ABC):
             await self._hand_over(message)
         if effect & faults.DUPLICATE:
             await self._hand_over(message)
+        return effect
 
     async def _hand_over(self, message: bytes) -> None:
         """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile.
@@ -350,7 +366,7 @@ class StagedSender(Sender):
         whole, unit = memoryview(bytearray(rows.nbytes)), rows.unit_bytes
         step = ring.slot_bytes // unit
         for at in range(0, len(rows.numbers), step):
-            part = Rows(rows.group, rows.layer, unit, rows.numbers[at : at + step])
+            part = rows.part(at, step)
             slot = ring.try_take() or await ring.take()
             try:
                 self._check_stop()

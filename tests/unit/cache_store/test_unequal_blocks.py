@@ -1,0 +1,267 @@
+"""Loads between servers whose blocks have different sizes, over every transport and kind of pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from cache_store.agent import GroupLayout
+from cache_store.load import Load, WantedHere
+from cache_store.positions import Positions
+from protos import cache_store_pb2 as pb
+from rpc import faults
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.cache_store.agents import Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.staged import StagedNode
+from tests.unit.cache_store.test_transports import WAYS, Way
+
+KEY = key_of(1)
+POOL = 64
+SIZES = [(4, 16), (16, 4), (4, 8)]
+
+
+class StreamNode(StagedNode):
+    """A pool behind the streams of a device."""
+
+    def __init__(self, *arguments: object, **more: object) -> None:
+        super().__init__(*arguments, engine="streams", **more)  # type: ignore[arg-type]
+
+
+STAGED = [Way(transport, node) for transport in ("grpc", "ipc") for node in (StagedNode, StreamNode)]
+
+
+def layout(block_size: int, heads: int = 2, head_dim: int = 8) -> GroupLayout:
+    return GroupLayout.of(
+        "full", num_layers=3, num_kv_heads=heads, head_dim=head_dim, block_size=block_size, dtype="bfloat16"
+    )
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A prefill and a decode node with blocks of different sizes."""
+
+    prefill: Node
+    decode: Node
+
+    def publish(self, key: str, upto_block: int) -> None:
+        for layer in range(3):
+            self.prefill.agent.publish(key, "full", layer, upto_block)
+
+    def tokens(self, node: Node, ids: Sequence[int], count: int) -> np.ndarray:
+        """The bytes of the first `count` tokens in blocks `ids`: [layers, K and V, heads, tokens, bytes of a head]."""
+        made = node.layouts[0]
+        blocks = node.blocks(ids).reshape(made.num_layers, len(ids), 2, made.num_kv_heads, made.block_size, -1)
+        return np.moveaxis(blocks, 1, 3).reshape(made.num_layers, 2, made.num_kv_heads, -1, blocks.shape[-1])[
+            :, :, :, :count
+        ]
+
+
+@contextmanager
+def ends(
+    way: Way, sizes: tuple[int, int], heads: int = 2, head_dim: int = 8, pool: int = POOL, **more: float | str
+) -> Iterator[Ends]:
+    """At the end nothing is held on either node."""
+    chosen = settings(transport=way.transport, **more)
+    made = [
+        way.node(name, chosen, layouts=(layout(size, heads, head_dim),), seed=seed, pool_blocks=pool)
+        for seed, (name, size) in enumerate(zip(("prefill", "decode"), sizes, strict=True), 1)
+    ]
+    with nodes(*made) as (prefill, decode):
+        yield Ends(prefill, decode)
+        faults.disarm()
+        assert_clean(prefill, decode)
+        for node in made:
+            if isinstance(node, StagedNode):
+                for ring in (node.staging.reads, node.staging.writes):
+                    until(lambda ring=ring: ring.free == ring.slots, "every slot is free again")
+
+
+@pytest.fixture(params=[*WAYS, *STAGED], ids=lambda way: f"{way.transport}-{way.node.__name__}")
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"p{sizes[0]}-d{sizes[1]}")
+def test_load_when_block_sizes_differ_then_each_token_is_in_its_place_and_no_other_block_changed(
+    way: Way, sizes: tuple[int, int]
+) -> None:
+    p_size, d_size = sizes
+    rng = np.random.default_rng(1)
+    with ends(way, sizes) as both:
+        prefill, decode = both.prefill, both.decode
+        # Within the first block, at the end of one, and behind it; the last ones with their beginning here already.
+        for number, (tokens, first) in enumerate(((3, 0), (48, 0), (50, 0), (63, 0), (61, 1), (64, 2))):
+            key = key_of(number)
+            theirs = rng.permutation(POOL)[: -(-tokens // p_size)].tolist()
+            own = rng.permutation(POOL)[: -(-tokens // d_size) - first].tolist()
+            before = decode.blocks(range(POOL))
+            prefill.stage(key, theirs, tokens=tokens)
+            decode.load(prefill.source, key, own, tokens=tokens, first=first)
+            done = decode.load_done()
+            assert done.transport == way.transport
+            assert done.bytes == 3 * len(own) * decode.layouts[0].block_bytes
+            count, skipped = tokens, first * d_size
+            assert np.array_equal(
+                both.tokens(decode, own, count - skipped), both.tokens(prefill, theirs, count)[:, :, :, skipped:]
+            )
+            after = decode.blocks(range(POOL))
+            after[:, own] = before[:, own]
+            assert np.array_equal(after, before)
+            assert prefill.lease_ended().outcome == "released"
+
+
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=lambda sizes: f"p{sizes[0]}-d{sizes[1]}")
+def test_load_when_it_comes_first_then_each_block_arrives_once_its_tokens_are_computed(
+    way: Way, sizes: tuple[int, int]
+) -> None:
+    p_size, d_size = sizes
+    tokens = 42
+    with ends(way, sizes) as both:
+        prefill, decode = both.prefill, both.decode
+        theirs, own = list(range(20, 20 + -(-tokens // p_size))), list(range(40, 40 + -(-tokens // d_size)))
+        decode.load(prefill.source, KEY, own, tokens=tokens)
+        prefill.admit(KEY, theirs, tokens=tokens)
+        for upto in range(1, len(theirs)):
+            both.publish(KEY, upto)
+            ready = upto * p_size // d_size
+            until(lambda ready=ready: _arrived(decode) == 3 * ready, f"{ready} blocks of each layer")
+        prefill.compute(KEY, len(theirs))
+        decode.load_done()
+        assert np.array_equal(both.tokens(decode, own, tokens), both.tokens(prefill, theirs, tokens))
+        prefill.lease_ended()
+
+
+def _arrived(decode: Node) -> int:
+    """Pieces of the one open load that are in the pool."""
+    jobs = list(decode.agent._pulling._jobs.values())
+    return sum(leg.load.delivered for job in jobs for leg in job.legs if leg.load is not None)
+
+
+def test_load_when_blocks_are_a_prefix_hit_of_the_prefill_server_then_those_that_are_whole_come_before_it_computes(
+    way: Way,
+) -> None:
+    with ends(way, (4, 16)) as both:
+        prefill, decode = both.prefill, both.decode
+        theirs = list(range(9))  # 33 tokens, of which 24 are there: one block of D
+        prefill.admit(KEY, theirs, tokens=33, ready=6)
+        decode.load(prefill.source, KEY, [5, 6, 7], tokens=33)
+        until(lambda: _arrived(decode) == 3, "the first block of each layer")
+        prefill.compute(KEY, 9)
+        decode.load_done()
+        assert np.array_equal(both.tokens(decode, [5, 6, 7], 33), both.tokens(prefill, theirs, 33))
+        prefill.lease_ended()
+
+
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=lambda sizes: f"p{sizes[0]}-d{sizes[1]}")
+def test_load_when_it_is_cancelled_in_its_middle_then_nothing_writes_its_blocks_afterwards(
+    way: Way, sizes: tuple[int, int]
+) -> None:
+    p_size, d_size = sizes
+    with ends(way, sizes) as both:
+        prefill, decode = both.prefill, both.decode
+        theirs, own = list(range(32 // p_size)), list(range(10, 10 + 32 // d_size))
+        prefill.admit(KEY, theirs)
+        both.publish(KEY, 16 // p_size)
+        decode.load(prefill.source, KEY, own, tokens=32)
+        until(lambda: _arrived(decode) == 3 * 16 // d_size, "what is ready")
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED, "left"))
+        assert decode.load_failed().error.code is ErrorCode.CANCELLED
+        for layer in decode.memory["full"]:
+            layer[own] = 77
+        prefill.compute(KEY, len(theirs))
+        assert prefill.lease_ended().outcome == "aborted"
+        prefill.stage(key_of(2), theirs)
+        decode.load(prefill.source, key_of(2), list(range(30, 30 + 32 // d_size)), tokens=32)
+        decode.load_done()
+        assert all((layer[own] == 77).all() for layer in decode.memory["full"])
+        prefill.lease_ended()
+
+
+def test_load_when_nothing_is_wanted_then_it_completes(way: Way) -> None:
+    with ends(way, (4, 16)) as both:
+        both.prefill.stage(KEY, [5, 6], tokens=8)
+        both.decode.load(both.prefill.source, KEY, [], first=1, tokens=8)
+        assert both.decode.load_done().bytes == 0
+        both.prefill.lease_ended()
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4)])
+def test_load_when_neither_size_is_a_multiple_of_the_other_then_it_is_refused_with_both(sizes: tuple[int, int]) -> None:
+    with ends(WAYS[0], sizes) as both:
+        both.prefill.stage(KEY, [5, 6], tokens=8)
+        both.decode.load(both.prefill.source, KEY, [1, 2], tokens=8)
+        error = both.decode.load_failed().error
+        assert error.code is ErrorCode.INCOMPATIBLE_PEER
+        assert "multiple" in error.message
+        theirs, own = error.metadata["group full"].split(" / ")
+        assert f"block_size {sizes[1]}" in theirs and f"block_size {sizes[0]}" in own
+        both.prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED, "over"))
+        both.prefill.lease_ended()
+
+
+@pytest.mark.parametrize("way", STAGED[:2], ids=lambda way: way.node.__name__)
+def test_load_when_a_block_is_larger_than_a_slot_of_the_prefill_server_then_it_comes_in_parts(way: Way) -> None:
+    """128 tokens of 4 heads are 128 KiB."""
+    with ends(way, (16, 128), heads=4, head_dim=64, chunk_bytes=64 * 1024, staging_slots=1, pool=24) as both:
+        prefill, decode = both.prefill, both.decode
+        assert isinstance(prefill, StagedNode)
+        assert prefill.staging.reads.slot_bytes < decode.layouts[0].block_bytes
+        theirs = [3, 1, 4, 15, 9, 2, 6, 5, 8, 7, 0, 11, 10, 12, 13]  # 240 tokens
+        prefill.stage(KEY, theirs)
+        decode.load(prefill.source, KEY, [5, 1], tokens=240)
+        decode.load_done()
+        assert np.array_equal(both.tokens(decode, [5, 1], 240), both.tokens(prefill, theirs, 240))
+        prefill.lease_ended()
+
+
+@pytest.mark.parametrize("way", STAGED[2:], ids=lambda way: way.node.__name__)
+def test_load_when_a_notice_has_more_rows_than_have_room_in_a_slot_then_it_is_several_copies(way: Way) -> None:
+    with ends(way, (4, 16), heads=4, chunk_bytes=64 * 1024, pool=600) as both:
+        prefill, decode = both.prefill, both.decode
+        rng = np.random.default_rng(2)
+        theirs, own = rng.permutation(600)[:560].tolist(), rng.permutation(600)[:140].tolist()
+        rows = 2 * 4 * 4 * len(own)
+        assert isinstance(decode, StagedNode) and rows > decode.staging.writes.slot_bytes // 16
+        prefill.stage(KEY, theirs)
+        decode.load(prefill.source, KEY, own)
+        decode.load_done()
+        assert np.array_equal(both.tokens(decode, own, 2240), both.tokens(prefill, theirs, 2240))
+        prefill.lease_ended()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks", "sources", "good"),
+    [
+        ((4, 16), [0, 1], [1, 2, 3, 4, 5, 6, 7, 8], True),
+        ((4, 16), [0, 1], [1, 2], False),
+        ((4, 16), [2], [9, 10], True),  # 40 tokens: the last block of D has two of P
+        ((4, 16), [2], [9, 10, 11, 12], False),
+        ((4, 16), [1, 2], [5, 6, 7, 8, 9, 10], True),
+        ((16, 4), [0, 1, 2, 3, 4], [1, 1, 1, 1, 2], True),
+        ((16, 4), [0, 1, 2, 3, 4], [1, 2], False),
+    ],
+)
+def test_notice_when_it_does_not_name_the_blocks_that_hold_the_tokens_then_it_is_a_breach(
+    sizes: tuple[int, int], blocks: list[int], sources: list[int], good: bool
+) -> None:
+    made = layout(sizes[1])
+    wanted = WantedHere(
+        made, 0, list(range(-(-40 // sizes[1]))), made.block_bytes, ((0, made.block_bytes),),
+        positions=Positions(*sizes, 40),
+    )  # fmt: skip
+    load = Load((wanted,), "off", 5.0, 5.0, transport="ipc")
+    load.on_started(pb.Started(generation=1))
+    header = pb.PieceHeader(
+        group="full", layer=0, blocks=blocks, block_bytes=made.block_bytes, source_blocks=sources
+    )  # fmt: skip
+    if good:
+        assert load.expect(header, 0) is wanted
+        return
+    with pytest.raises(BatonError) as caught:
+        load.expect(header, 0)
+    assert caught.value.breach == "missing_result"
+    assert "hold the tokens" in caught.value.metadata["breach"]
