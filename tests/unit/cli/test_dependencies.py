@@ -34,6 +34,8 @@ REQUIRED = declared(PROJECT["project"]["dependencies"])
 GPU = declared(PROJECT["project"]["optional-dependencies"]["gpu"])
 # What tracing needs besides; the one module that imports it does so when it is asked for.
 TRACING = declared(PROJECT["project"]["optional-dependencies"]["tracing"])
+# What the tier on Mooncake Store needs besides; the process that holds its client imports it when it starts.
+MOONCAKE = declared(PROJECT["project"]["optional-dependencies"]["mooncake"])
 DISTRIBUTED_AS = {"flashinfer": "flashinfer-python"}  # packages that need not be installed here
 DEV = declared(PROJECT["project"]["optional-dependencies"]["dev"])
 
@@ -91,7 +93,7 @@ def product_files() -> list[Path]:
 
 
 def test_product_when_it_imports_a_package_then_pyproject_declares_it() -> None:
-    declared_names = REQUIRED | GPU | TRACING
+    declared_names = REQUIRED | GPU | TRACING | MOONCAKE
     missing = {name: file for name, file in needed(product_files()).items() if name not in declared_names}
     assert missing == {}
 
@@ -100,6 +102,12 @@ def test_tracing_extra_when_it_declares_a_package_then_one_module_imports_it_and
     place = ROOT / "rpc" / "trace_export.py"
     assert set(needed([place])) == TRACING
     assert set(needed([file for file in product_files() if file != place])) & TRACING == set()
+
+
+def test_mooncake_extra_when_it_declares_a_package_then_one_module_imports_it_and_no_other_does() -> None:
+    place = ROOT / "cache_store" / "tiers" / "mooncake_client.py"
+    assert set(needed([place])) >= MOONCAKE
+    assert set(needed([file for file in product_files() if file != place])) & MOONCAKE == set()
 
 
 def test_gpu_extra_when_it_declares_a_package_then_the_product_imports_it() -> None:
@@ -125,8 +133,9 @@ def test_tests_when_they_import_a_package_then_it_is_declared() -> None:
 
 def test_dev_extra_when_it_declares_a_package_then_a_test_or_a_tool_needs_it() -> None:
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / name for name in REFERENCE)]
-    # Kernels are tested in Triton's interpreter, traces with all that the extra brings.
-    unused = DEV - set(needed(files)) - TOOLS - GPU - TRACING - {name for name in DEV if name.startswith("types-")}
+    # Kernels are tested in Triton's interpreter, traces and the shared tier with all that their extras bring.
+    extras = GPU | TRACING | MOONCAKE
+    unused = DEV - set(needed(files)) - TOOLS - extras - {name for name in DEV if name.startswith("types-")}
     assert unused <= {"grpcio-tools"}, "grpcio-tools makes the stubs"
 
 

@@ -1,0 +1,66 @@
+"""What `--kv-tier` takes, and how it refuses the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_store.tiers.mooncake import DEFAULT_SEGMENT_BYTES, LEAST_SEGMENT_BYTES, MooncakeAddress
+from rpc.errors import BatonError, ErrorCode
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("mooncake://10.0.0.1:50051", MooncakeAddress("10.0.0.1", 50051)),
+        ("mooncake://store.internal:1/", MooncakeAddress("store.internal", 1)),
+        ("mooncake://[fd00::1]:50051?host=fd00::2", MooncakeAddress("fd00::1", 50051, own_host="fd00::2")),
+        ("mooncake://m:5?segment_bytes=0", MooncakeAddress("m", 5, 0)),
+        (
+            f"mooncake://m:5?host=10.0.0.7&segment_bytes={LEAST_SEGMENT_BYTES}",
+            MooncakeAddress("m", 5, LEAST_SEGMENT_BYTES, "10.0.0.7"),
+        ),
+    ],
+)
+def test_address_when_complete_then_is_taken(address: str, expected: MooncakeAddress) -> None:
+    assert MooncakeAddress.parse(address) == expected
+
+
+def test_address_when_it_names_no_segment_then_the_default_is_given() -> None:
+    assert MooncakeAddress.parse("mooncake://m:5").segment_bytes == DEFAULT_SEGMENT_BYTES
+
+
+def test_address_when_ipv6_then_the_master_is_in_brackets() -> None:
+    assert MooncakeAddress.parse("mooncake://[fd00::1]:50051").master == "[fd00::1]:50051"
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("mooncake://m", "HOST:PORT"),
+        ("mooncake://:5", "HOST:PORT"),
+        ("mooncake://m:0", "HOST:PORT"),
+        ("mooncake://m:99999", "range"),
+        ("mooncake://m:x", "x"),
+        ("redis://m:5", "mooncake://"),
+        ("mooncake://m:5/path", "HOST:PORT"),
+        ("mooncake://m:5#part", "HOST:PORT"),
+        ("mooncake://m:5?segment_bytes=4096", str(LEAST_SEGMENT_BYTES)),
+        ("mooncake://m:5?segment_bytes=-1", "segment_bytes"),
+        ("mooncake://m:5?segment_bytes=1e9", "segment_bytes"),
+        ("mooncake://m:5?segment_bytes=", "segment_bytes"),
+        ("mooncake://m:5?host=a%20b", "host"),
+        ("mooncake://m:5?segments=1", "'segments'"),
+        ("mooncake://m:5?segment_bytes", "segment_bytes"),
+    ],
+)
+def test_address_when_wrong_then_is_refused_by_name_of_the_flag(address: str, says: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        MooncakeAddress.parse(address)
+    assert caught.value.code == ErrorCode.INVALID_PARAMS
+    assert "--kv-tier" in str(caught.value) and says in str(caught.value)
+
+
+def test_address_when_it_has_a_password_then_is_refused_without_repeating_it() -> None:
+    with pytest.raises(BatonError) as caught:
+        MooncakeAddress.parse("mooncake://me:secret@m:5")
+    assert "--kv-tier" in str(caught.value) and "secret" not in str(caught.value)
