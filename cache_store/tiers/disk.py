@@ -8,8 +8,8 @@ The names are the index: at a start the directories are listed, and no file is r
 renamed, so a server that is killed leaves whole files and litter that the next one removes. Nothing is synced to the
 disk: after a loss of power a file may lack content, which the checksum of its record tells whoever reads it.
 
-The order of use is exact while the server runs and is kept from one start to the next by the files' times, to which
-reading a record sets them. Folders are 0700 and files 0600: they hold what the tenants' prompts became.
+The order of use is exact while the server runs. The next one has it from the files' times, which are set to that of a
+use at most once in STAMP_S. Folders are 0700 and files 0600: they hold what the tenants' prompts became.
 """
 
 from __future__ import annotations
@@ -20,22 +20,31 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cache_store.tiers.record import HEADER_BYTES, KEY_BYTES
-from cache_store.tiers.tier import Record, TierError, TierStats
+from cache_store.tiers.tier import Record, TierError, TierStats, leading
 from rpc.errors import BatonError, ErrorCode
 
 FLAG = "--kv-disk-path"
 SUFFIX = ".kv"
+STAMP_S = 60.0
 _NEW = "new"
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _DENIED = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    size: int  # bytes
+    stamped_s: float  # when the time of its file was set
 
 
 class DiskTier:
@@ -51,7 +60,7 @@ class DiskTier:
         """
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used one first
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by key, the least recently used one first
         self._bytes = 0
         self._evicted = 0
         self._written = 0
@@ -79,17 +88,27 @@ class DiskTier:
     # -- a Tier ---------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Counts as a use of what it finds, as long as this server lives. Reads nothing."""
+        """Counts as a use of what it finds, of the last one first: a beginning is of use without what follows. Reads
+        no file."""
+        now = time.monotonic()
+        stale: list[bytes] = []
         with self._lock:
-            sizes = self._sizes
-            for count, key in enumerate(keys):
-                if key not in sizes:
-                    return count
-                sizes.move_to_end(key)
-            return len(keys)
+            entries = self._entries
+            count = leading(keys, entries)
+            for key in reversed(keys[:count]):
+                entries.move_to_end(key)
+                entry = entries[key]
+                if now - entry.stamped_s >= STAMP_S:
+                    entry.stamped_s = now
+                    stale.append(key)
+        for key in stale:
+            with contextlib.suppress(OSError):  # `get` will tell
+                os.utime(self._file(key))
+        return count
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        if key not in self._sizes:
+        """Is no use: `find` comes before it, in the right order."""
+        if key not in self._entries:
             return False
         try:
             descriptor = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -100,27 +119,21 @@ class DiskTier:
             raise _tier_error(error) from error
         try:
             whole = os.fstat(descriptor).st_size == into.nbytes and _read(descriptor, into)
-            if whole:
-                os.utime(descriptor)
         except OSError as error:
             raise _tier_error(error) from error
         finally:
             os.close(descriptor)
         if not whole:
             self.discard(key)
-            return False
-        with self._lock:
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
-        return True
+        return whole
 
     def put(self, key: bytes, record: Record) -> bool:
         size = memoryview(record).nbytes
         if size > self._limit:
             return False
         with self._lock:
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
+            if key in self._entries:
+                self._entries.move_to_end(key)
                 return True
             self._written += 1
             new = self._blocks / _NEW / f"{self._written:x}"
@@ -142,8 +155,8 @@ class DiskTier:
                 new.unlink()
             raise _tier_error(error) from error
         with self._lock:
-            if key not in self._sizes:
-                self._sizes[key] = size
+            if key not in self._entries:
+                self._entries[key] = _Entry(size, time.monotonic())
                 self._bytes += size
         return True
 
@@ -154,12 +167,12 @@ class DiskTier:
 
     def clear(self) -> None:
         with self._lock:
-            keys = list(self._sizes)
+            keys = list(self._entries)
         for key in keys:
             self.discard(key)
 
     def stats(self) -> TierStats:
-        return TierStats(len(self._sizes), self._bytes, self._limit, self._evicted)
+        return TierStats(len(self._entries), self._bytes, self._limit, self._evicted)
 
     def close(self) -> None:
         """Lets another server have the directory."""
@@ -175,16 +188,17 @@ class DiskTier:
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
-            self._bytes -= self._sizes.pop(key, 0)
+            entry = self._entries.pop(key, None)
+            self._bytes -= entry.size if entry is not None else 0
 
     def _make_room(self, size: int) -> None:
         """Removes what was used least recently, until `size` bytes more are within the limit."""
         while True:
             with self._lock:
-                if not self._sizes or self._bytes + size <= self._limit:
+                if not self._entries or self._bytes + size <= self._limit:
                     return
-                key, old = self._sizes.popitem(last=False)
-                self._bytes -= old
+                key, old = self._entries.popitem(last=False)
+                self._bytes -= old.size
                 self._evicted += 1
             with contextlib.suppress(OSError):  # gone already, or it stays until the next start finds it
                 self._file(key).unlink()
@@ -212,7 +226,7 @@ class DiskTier:
             found.append((facts.st_mtime_ns, key, facts.st_size))
         found.sort()
         for _, key, size in found:
-            self._sizes[key] = size
+            self._entries[key] = _Entry(size, -STAMP_S)
             self._bytes += size
         if found:
             _log.info("%s has %d blocks of earlier", self._blocks, len(found))

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cache_store.tiers.tier import Record, TierStats
+from cache_store.tiers.tier import Record, TierStats, leading
 
 ENTRY_BYTES = 256  # what the table needs beside a record, about
 
@@ -26,22 +26,18 @@ class HostTier:
         self._evicted = 0
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Counts as a use of what it finds."""
+        """Counts as a use of what it finds, of the last one first: a beginning is of use without what follows."""
         with self._lock:
             records = self._records
-            for count, key in enumerate(keys):
-                if key not in records:
-                    return count
+            count = leading(keys, records)
+            for key in reversed(keys[:count]):
                 records.move_to_end(key)
-            return len(keys)
+            return count
 
     def get(self, key: bytes, into: memoryview) -> bool:
-        with self._lock:
-            record = self._records.get(key)
-            if record is None:
-                return False
-            self._records.move_to_end(key)
-        if len(record) != into.nbytes:
+        """Is no use: `find` comes before it, in the right order."""
+        record = self._records.get(key)
+        if record is None or len(record) != into.nbytes:
             return False
         into[:] = record
         return True

@@ -129,15 +129,16 @@ class TierStore:
     # -- down -----------------------------------------------------------------------------------------------
 
     def write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """(block, its hash) of blocks whose KV is complete and which are in the prefix cache now, parents first.
+        """(block, its hash) of blocks whose KV is complete and which are in the prefix cache now, in a prefix's order.
 
         Those that a tier has already are in use there; the others are copied, or dropped if too many wait.
         """
         after = self._copies.mark()
         versions, epoch = self._versions, self._epoch
         with self._changed:
-            room = MOST_WRITES - len(self._writes)
-            for block, block_hash in blocks[:room]:
+            room = max(0, MOST_WRITES - len(self._writes))
+            # The beginning last: then it is what was used most recently, and the last to go.
+            for block, block_hash in reversed(blocks[:room]):
                 self._writes.append(_Write(block, versions[block], block_hash, after, epoch))
             self._changed.notify()
         if len(blocks) > room:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 Record: TypeAlias = "bytes | bytearray | memoryview"  # see record.py; contiguous
 
@@ -76,11 +76,11 @@ class Tier(Protocol):
         ...
 
 
+def leading(keys: Sequence[bytes], here: Container[bytes]) -> int:
+    """How many leading ones of `keys` are `here`."""
+    return next((count for count, key in enumerate(keys) if key not in here), len(keys))
+
+
 def reason_of(error: BaseException) -> str:
     """The metric's label of what a tier's call failed with."""
     return error.reason if isinstance(error, TierError) and error.reason in REASONS else "other"
-
-
-def as_bytes(view: Any) -> memoryview:
-    """A flat view of bytes on any contiguous buffer."""
-    return memoryview(view).cast("B")
