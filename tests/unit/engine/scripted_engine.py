@@ -26,6 +26,7 @@ from engine.scheduler.batching import StepPlan
 from engine.scheduler.limits import Limits
 from engine.scheduler.scheduler import Scheduler
 from rpc.errors import BatonError, ErrorCode
+from tests.unit.engine.scripted_tiers import ScriptedTiers
 
 VOCAB = 97
 SOURCE = KvSource("e" * 32, ("127.0.0.1:1",), 1)
@@ -97,7 +98,12 @@ class ScriptedEngine:
     """`step()` is one turn of the engine's loop. Outputs gather in `outputs`, by key."""
 
     def __init__(
-        self, num_blocks: int = 16, block_size: int = 4, prefix_caching: bool = True, **limits: object
+        self,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        tiers: ScriptedTiers | None = None,
+        **limits: object,
     ) -> None:
         self.now = 1000.0
         self.step_s = 0.5  # duration of a model step, of which a tenth is sampling
@@ -116,7 +122,10 @@ class ScriptedEngine:
         }
         self.limits = Limits(**settings)  # type: ignore[arg-type]
         self.transfer = RecordingTransfer()
-        self.scheduler = Scheduler(self.kv, self.limits, self.transfer, self.time)
+        self.tiers = tiers
+        if tiers is not None:
+            tiers.attach(self)
+        self.scheduler = Scheduler(self.kv, self.limits, self.transfer, self.time, tiers=tiers)
         self.pool: dict[tuple[int, int], int] = {}  # (block, slot) -> token whose KV is there
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.staged_ends: list[tuple[str, str]] = []
@@ -164,6 +173,7 @@ class ScriptedEngine:
 
     def step(self) -> StepPlan:
         self.time.refresh()
+        self.scheduler.take_fetches()
         self.scheduler.tick()
         plan = self.scheduler.form()
         assert plan.num_tokens == sum(len(row.token_ids) for row in plan.rows)
