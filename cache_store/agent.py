@@ -68,6 +68,7 @@ SHUTDOWN_GRACE_S = 0.5
 MAX_WAITING_PER_SLOT = 64  # commands of the engine not yet taken up, per place of queue_size
 
 _log = logging.getLogger(__name__)
+_STORE_FAILED = {"code": ErrorCode.CACHE_STORE_STORE_FAILED.name}  # of a line in the log
 
 
 class CacheStoreAgent:
@@ -413,7 +414,7 @@ class CacheStoreAgent:
         except (ValueError, KeyError) as error:
             if self._table.get(key) is not None:
                 raise
-            _log.exception("cache store: admission failed")
+            _log.exception("cache store: admission failed", extra=_STORE_FAILED)
             failure = _store_failed(error)
             self._table.fail(key, failure)
             self._parking.refuse(key, failure)
@@ -431,7 +432,7 @@ class CacheStoreAgent:
             self._do_fail(key, error)
             return
         except ValueError as error:
-            _log.exception("cache store: publishing failed")
+            _log.exception("cache store: publishing failed", extra=_STORE_FAILED)
             self._do_fail(key, _store_failed(error))
             return
         self._observations.observe(
@@ -442,7 +443,7 @@ class CacheStoreAgent:
         try:
             self._table.computed(key, result, hold, called_at)
         except ValueError as error:
-            _log.exception("cache store: publishing failed")
+            _log.exception("cache store: publishing failed", extra=_STORE_FAILED)
             self._do_fail(key, _store_failed(error))
 
     def _do_fail(self, key: str, error: BatonError) -> None:

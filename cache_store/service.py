@@ -331,7 +331,11 @@ class CacheStoreService:
         except BatonError:
             raise
         except Exception as error:  # of the pool or of gRPC: the peer gets a cause, the log the rest
-            _log.exception("sending the KV of %s failed", reader.lease.key)
+            _log.exception(
+                "sending the KV of %s failed",
+                reader.lease.key,
+                extra={"code": ErrorCode.CACHE_STORE_STORE_FAILED.name},
+            )
             raise BatonError(
                 ErrorCode.CACHE_STORE_STORE_FAILED,
                 "reading the staged KV failed",

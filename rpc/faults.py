@@ -12,14 +12,16 @@ a payload changes), `full` (a queue refuses), `jump=SECONDS` (a clock goes forwa
 
 Which of the calls are hit: `nth=N` only the N-th (from 1), `every=N` each N-th one, `probability=P` each with that
 chance, `times=N` at most N. The draws of a fault are a function of `seed=N` (default 0), its point and its place in the
-variable, so equal calls are hit alike in every run. Every other `key=value` must equal the label of that name, so
-`engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning, so
-`request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
+variable, so equal calls are hit alike in every run; each hit is a line of the log. Every other `key=value` must equal
+the label of that name, so `engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the
+label's beginning, so `request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with
+`short`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import threading
@@ -31,6 +33,7 @@ from rpc import fault_points
 from rpc.errors import BatonError, ErrorCode
 
 VARIABLE = "BATON_FAULTS"
+_log = logging.getLogger(__name__)
 # What the caller of a point has to do, as the bits of one number.
 DROP = 1
 DUPLICATE = 2
@@ -68,8 +71,11 @@ class _Fault:
             return False
         if self.times and self.fired >= self.times:
             return False
-        if self.probability < 1.0 and self.draws.random() >= self.probability:
-            return False
+        if self.probability < 1.0:
+            if self.draws.random() >= self.probability:
+                return False
+            # Nobody can tell which calls chance will hit; the others are as the variable says.
+            _log.info("fault point hit", extra={"fault": self.point, "action": self.action})
         self.fired += 1
         return True
 
