@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("cli.status", "show servers, load and KV ledger of a running router"),
     "health": ("cli.health", "ask one process whether it is ready, for health checks of containers"),
     "bench": ("cli.bench", "load generator: baton bench serve"),
+    "chaos": ("cli.chaos", "put a cluster of this machine under random faults and check every answer"),
     "model": ("cli.model_prepare", "prepare a model folder: baton model prepare"),
 }
 # Their `main` is that of `python -m`: it reads sys.argv and ends the process itself.

@@ -1,0 +1,1 @@
+"""`baton chaos`: a cluster of this machine under continuous random faults, and what every request then has to show."""

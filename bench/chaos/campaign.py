@@ -1,0 +1,290 @@
+"""One campaign: a clean run that records the right answers, the same questions under fire, and the state afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bench.chaos.client import Clients
+from bench.chaos.cluster import ChaosCluster, Layout
+from bench.chaos.faults import Blow, Kind, blows
+from bench.chaos.memory import Memory
+from bench.chaos.report import Report, Tally
+from bench.chaos.verdict import Ending, Right, judge
+from bench.chaos.workload import Ask, Asks, Case, Manner, make_cases
+from cli.process import LaunchError
+
+_T = TypeVar("_T")
+
+CASES = 48
+END_BOUND_S = 5.0  # beyond the router's own limit of a request, after which it is hung
+LEDGER_LIMIT_S = 60.0
+FLUSH_LIMIT_S = 5.0
+BACK_OFF_S = 0.5  # of a client that got an error, before its next request
+SAMPLE_S = 2.0
+SPECIAL_CLIENTS = 0.15  # share of those that do not stay to the end
+_MANNERS = {
+    Kind.LEAVE: (Manner.CANCELS, Manner.ABORTS, Manner.DISCONNECTS),
+    Kind.DEADLINE: (Manner.HURRIES,),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a campaign does. `seconds` and `requests`: whichever is reached first ends it."""
+
+    layout: Layout
+    requests: int
+    seconds: float
+    concurrency: int
+    gap_s: float  # between two blows, on average
+    vocabulary: int
+    longest_prompt: int
+    cases: int = CASES
+
+
+class CampaignFailed(Exception):
+    """The campaign could not be held; one line that says why."""
+
+
+class Campaign:
+    """`run()` once. `state` then holds a dump of everything if something was wrong."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.plan = plan
+        self.state = ""
+        self._say = say
+        self._cluster = ChaosCluster(plan.layout, say)
+        self._tally = Tally()
+        self._memory = Memory()
+        self._right: dict[int, Right] = {}
+        self._began = time.monotonic()
+
+    async def run(self) -> Report:
+        """Raises CampaignFailed when the cluster does not come up or answers wrongly without any fault."""
+        cluster = self._cluster
+        ledger_s: float | None = None
+        try:
+            self._say("starting the cluster")
+            await cluster.start()
+            began = time.monotonic()
+            await self._record()
+            clean_s = time.monotonic() - began
+            self._say(f"{len(self._right)} right answers recorded in {clean_s:.1f} s; starting anew, with faults")
+            await cluster.arm()
+            began = time.monotonic()
+            await self._under_fire()
+            fire_s = time.monotonic() - began
+            self._say("no more faults; looking at what is left")
+            ledger_s = await self._settle()
+            await self._ask_every_pair()
+        except LaunchError as error:
+            self.state = await cluster.describe()
+            raise CampaignFailed(str(error)) from error
+        finally:
+            if self._violations():
+                self.state = await cluster.describe()
+            await cluster.stop()
+        layout = self.plan.layout
+        return Report(
+            settings={
+                "seed": layout.seed,
+                "requests": self.plan.requests,
+                "seconds": self.plan.seconds,
+                "concurrency": self.plan.concurrency,
+                "prefill_servers": layout.prefill_servers,
+                "decode_servers": layout.decode_servers,
+                "faults": sorted(kind.value for kind in layout.kinds),
+                "model": layout.model,
+                "server_flags": list(layout.server_flags),
+            },
+            tally=self._tally,
+            clean_seconds=clean_s,
+            campaign_seconds=fire_s,
+            ledger_s=ledger_s,
+            hits=cluster.hits,
+            recoveries=cluster.recoveries,
+            memory=self._memory.longest(),
+            starts={member.name: member.starts for member in cluster.members},
+            violations=self._violations(),
+        )
+
+    def _violations(self) -> list[str]:
+        cluster = self._cluster
+        logged = [f"an ERROR line without a code: {line}" for line in dict.fromkeys(cluster.errors_without_code)]
+        return [*self._tally.violations, *cluster.defects, *logged, *self._memory.violations()]
+
+    def _clients(self) -> Clients:
+        ready = self._cluster.router.process.ready
+        return Clients(ready["grpc"], ready["http"], self.plan.layout.request_timeout_s + END_BOUND_S)
+
+    # ---- the clean run
+
+    async def _record(self) -> None:
+        plan = self.plan
+        cases = make_cases(plan.layout.seed, plan.cases, plan.vocabulary, plan.longest_prompt)
+        clients = self._clients()
+        pins = self._cluster.clean_pair()
+        try:
+            for again in (False, True):  # the second time from the prefix cache, and in another company
+                asked = reversed(cases) if again else iter(cases)
+                await _side_by_side(plan.concurrency, asked, lambda case: self._record_one(clients, case, pins))
+        finally:
+            await clients.close()
+        self._cases = cases
+
+    async def _record_one(self, clients: Clients, case: Case, pins: tuple[str, str]) -> None:
+        outcome = await clients.send(Ask(case.number, case, "grpc", Manner.STAYS, 0.0, ""), pins)
+        if outcome.finish_reason != "length" or outcome.code is not None or outcome.untyped:
+            raise CampaignFailed(f"without any fault, a request ended with {outcome}")
+        found = Right(tuple(outcome.tokens), outcome.text)
+        first = self._right.setdefault(case.number, found)
+        if first != found or len(first.tokens) != case.max_tokens:
+            raise CampaignFailed(f"without any fault, two answers to one question differ: {first}, {found}")
+
+    # ---- under fire
+
+    async def _under_fire(self) -> None:
+        plan = self.plan
+        self._began = time.monotonic()
+        limit = self._began + plan.seconds
+        manners = [manner for kind, found in _MANNERS.items() if kind in plan.layout.kinds for manner in found]
+        asks = Asks(plan.layout.seed, self._cases, manners, SPECIAL_CLIENTS)
+
+        def next_asks() -> Iterator[Ask]:
+            while asks.count < plan.requests and time.monotonic() < limit:
+                yield asks.next()
+
+        clients = self._clients()
+        servers = {"prefill": plan.layout.prefill_servers, "decode": plan.layout.decode_servers}
+        schedule = blows(plan.layout.seed, plan.layout.kinds, servers, plan.gap_s)
+        stopped = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                attack = tasks.create_task(self._attack(schedule, stopped))
+                watches = [tasks.create_task(self._cluster.look_after()), tasks.create_task(self._watch())]
+                await _side_by_side(plan.concurrency, next_asks(), lambda ask: self._ask(clients, ask))
+                stopped.set()
+                await attack
+                for watch in watches:
+                    watch.cancel()
+        finally:
+            await clients.close()
+
+    async def _ask(self, clients: Clients, ask: Ask, pins: tuple[str, str] | None = None) -> Ending:
+        outcome = await clients.send(ask, pins)
+        right = self._right[ask.case.number]
+        ending, wrong = judge(ask, outcome, right)
+        self._tally.book(ask.manner.value, ending, outcome)
+        if ending is Ending.TYPED_ERROR:
+            await asyncio.sleep(BACK_OFF_S)
+        if wrong:
+            at = outcome.began_s - self._began
+            text = f"{ask.request_id} ({ask.door}, {ask.manner}, case {ask.case.number}, sent at {at:.1f} s): {wrong}"
+            self._say("VIOLATION " + text)
+            if not self._tally.violations:
+                self.state = await self._cluster.describe()
+            self._tally.violations.append(text)
+        done = self._tally.requests
+        if done % 100 == 0:
+            self._say(f"{done} requests: " + ", ".join(f"{name} {n}" for name, n in self._tally.endings.most_common()))
+        return ending
+
+    async def _attack(self, schedule: Iterator[Blow], stopped: asyncio.Event) -> None:
+        """Blows overlap: each is seen through by a task of its own."""
+        async with asyncio.TaskGroup() as tasks:
+            for blow in schedule:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(blow.after_s):
+                        await stopped.wait()
+                if stopped.is_set():
+                    return
+                tasks.create_task(self._deal(blow))
+
+    async def _deal(self, blow: Blow) -> None:
+        if await self._cluster.strike(blow):
+            self._tally.blows[f"{blow.kind} {blow.part}"] += 1
+        else:
+            self._tally.skipped_blows += 1
+
+    async def _watch(self) -> None:
+        while True:
+            pids: dict[str, int] = {}
+            for member in self._cluster.members:
+                pids[member.name] = member.pid
+                if member.engine_pid:
+                    pids[f"{member.name} engine"] = member.engine_pid
+            self._memory.sample(time.monotonic(), pids)
+            await asyncio.sleep(SAMPLE_S)
+
+    # ---- afterwards
+
+    async def _settle(self) -> float | None:
+        """Seconds until every server is used again and every ledger is clean."""
+        began = time.monotonic()
+        await self._cluster.wait_ready(LEDGER_LIMIT_S)
+        while dirty := await self._cluster.dirty_ledgers():
+            if time.monotonic() - began > LEDGER_LIMIT_S:
+                self._tally.violations.append(f"ledgers not clean after {LEDGER_LIMIT_S:g} s: {'; '.join(dirty)}")
+                return None
+            await asyncio.sleep(0.2)
+        seconds = time.monotonic() - began
+        # What is cached must be free for others: nothing may hold it any more.
+        while held := await self._held_blocks():
+            if time.monotonic() - began > seconds + FLUSH_LIMIT_S:
+                self._tally.violations.append(f"blocks that nobody holds are not free: {'; '.join(held)}")
+                break
+            await asyncio.sleep(0.2)
+        return seconds
+
+    async def _held_blocks(self) -> list[str]:
+        """What is not free in flushed caches of servers at rest."""
+        await self._cluster.post(self._cluster.router, "/flush_cache")
+        found = []
+        for member in self._cluster.servers:
+            for rank in (await self._cluster.page(member, "/debug/ledger"))["ranks"]:
+                for counts in rank["groups"]:
+                    if counts["free"] != counts["total"]:
+                        found.append(f"{member.name}: {counts['free']} of {counts['total']} free")
+        return found
+
+    async def _ask_every_pair(self) -> None:
+        """An ordinary request works through every pair. Armed points may still hit one, so it has some tries."""
+        servers = self._cluster.servers
+        prefill = [member.process.ready["grpc"] for member in servers if member.role == "prefill"]
+        decode = [member.process.ready["grpc"] for member in servers if member.role == "decode"]
+        case = max(self._cases, key=lambda case: (case.max_tokens > 1, len(case.prompt)))
+        clients = self._clients()
+        try:
+            for number, pins in enumerate(itertools.product(prefill, decode)):
+                for attempt in range(5):
+                    ask = Ask(
+                        10**6 + 10 * number + attempt, case, "grpc", Manner.STAYS, 0.0, f"pair-{number}-{attempt}"
+                    )
+                    outcome = await clients.send(ask, pins)
+                    ending, wrong = judge(ask, outcome, self._right[case.number])
+                    if wrong:
+                        self._tally.violations.append(f"through the pair {pins}: {wrong}")
+                    if ending is Ending.RIGHT and outcome.path == "pd":
+                        break
+                else:
+                    self._tally.violations.append(f"no request works through the pair {pins}: {outcome}")
+        finally:
+            await clients.close()
+
+
+async def _side_by_side(width: int, items: Iterator[_T], work: Callable[[_T], Awaitable[object]]) -> None:
+    """Does the work for every item, `width` at a time."""
+
+    async def one_after_the_other() -> None:
+        for item in items:
+            await work(item)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(width):
+            tasks.create_task(one_after_the_other())

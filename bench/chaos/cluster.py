@@ -1,0 +1,423 @@
+"""The cluster under fire: its processes, the blows at them, and what they say about themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.chaos.faults import Blow, Kind, armament
+from cli.launch import DENSE_MEMORY, SHARED_CORES
+from cli.process import LaunchError, Process
+
+RUN_VARIABLE = "BATON_CHAOS_RUN"  # by it every process of a campaign is known, whoever its parent is
+POLL_S = 0.1
+START_LIMIT_S = 120.0
+DEATH_LIMIT_S = 15.0  # of a front whose engine has died, and of an engine whose front has
+DRAIN_LIMIT_S = 30.0
+STARTS_TRIED = 5  # an armed start may fail
+PAGE_S = 5.0
+LINES_KEPT = 60
+# Failures are noticed fast, and what was given up is tried again soon: a campaign is short.
+SERVER_FLAGS = (
+    "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0",
+    "--drain-timeout-secs", "10", "--threads", "1", "--dtype", "float32", "--load-cache-timeout-ms", "2000",
+    "--num-kv-blocks", "256",
+)  # fmt: skip
+ROUTER_FLAGS = (
+    "--host", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--drain-grace-secs", "0", "--allow-pins",
+    "--health-check-interval-secs", "1", "--health-check-timeout-secs", "1", "--health-failure-threshold", "2",
+    "--health-success-threshold", "1", "--cb-timeout-duration-secs", "3", "--reserve-timeout-secs", "5",
+    "--stream-inactivity-timeout-secs", "10", "--retry-budget-ratio", "0.5",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is started. `folder`: of the logs, the temporary files and the model."""
+
+    model: str
+    folder: Path
+    run_id: str
+    seed: int
+    kinds: frozenset[Kind]
+    prefill_servers: int = 2
+    decode_servers: int = 2
+    request_timeout_s: float = 30.0
+    server_flags: Sequence[str] = ()
+    router_flags: Sequence[str] = ()
+    extra_faults: str = ""  # BATON_FAULTS of the servers beside those of the kinds
+
+
+@dataclass
+class Member:
+    """A process, and what the campaign knows about it."""
+
+    process: Process
+    starts: int = 0
+    failed_starts: int = 0
+    busy: bool = False  # a blow at it is not over
+    engine_pid: int = 0
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    @property
+    def role(self) -> str:
+        return self.process.role
+
+    @property
+    def pid(self) -> int:
+        return self.process.child.pid if self.process.child is not None else 0
+
+
+class ChaosCluster:
+    """Belongs to one event loop, whose thread starts the processes: they end with it."""
+
+    def __init__(self, layout: Layout, say: Callable[[str], None]) -> None:
+        self.layout = layout
+        self.members: list[Member] = []
+        self.hits: Counter[tuple[str, str]] = Counter()  # (point, action) of armed points
+        self.errors_without_code: list[str] = []
+        self.defects: list[str] = []  # what a process did that none may do
+        self.recoveries: list[tuple[float, str]] = []  # seconds from a blow to readiness in the router's eyes
+        self._say = say
+        self._client = httpx.AsyncClient(timeout=PAGE_S, verify=False)
+        self._temporary = layout.folder / "tmp"
+        self._temporary.mkdir()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Starts everything. The first server of each role and the router have no faults yet; the others are armed, and
+        nobody asks them yet (see `clean_pair`). Raises LaunchError."""
+        layout = self.layout
+        for role, count in (("prefill", layout.prefill_servers), ("decode", layout.decode_servers)):
+            for index in range(count):
+                arguments = ["--model", layout.model, *SERVER_FLAGS, *layout.server_flags]
+                self._add(role, f"{role}-{index}", arguments)
+        clean = self._clean()
+        for member in self.servers:
+            self._start(member, armed=member not in clean)
+        for member in self.servers:
+            try:
+                await self._wait_listening(member)
+            except LaunchError:
+                if member in clean:
+                    raise
+                await self._revive(member)  # an armed start may fail
+        arguments = ["--model", layout.model, *ROUTER_FLAGS, "--request-timeout-secs", f"{layout.request_timeout_s:g}"]
+        for member in self.servers:
+            arguments += [f"--{member.role}", member.process.ready["grpc"]]
+        self._add("router", "router", [*arguments, *layout.router_flags])
+        self._start(self.router, armed=False)
+        await self._wait_listening(self.router)
+        await self.wait_ready(START_LIMIT_S)
+
+    def _clean(self) -> list[Member]:
+        """The first server of each role."""
+        return [next(each for each in self.servers if each.role == role) for role in ("prefill", "decode")]
+
+    def clean_pair(self) -> tuple[str, str]:
+        """Addresses of the two servers that have no faults before `arm`."""
+        prefill, decode = (member.process.ready["grpc"] for member in self._clean())
+        return prefill, decode
+
+    async def arm(self) -> None:
+        """Starts those processes again that had no fault points armed."""
+        async with asyncio.TaskGroup() as tasks:
+            for member in (*self._clean(), self.router):
+                tasks.create_task(self._start_anew(member))
+        await self.wait_ready(START_LIMIT_S)
+
+    async def _start_anew(self, member: Member) -> None:
+        await self._end(member, signal.SIGTERM)
+        await self.bring_up(member)
+
+    def _add(self, role: str, name: str, arguments: list[str]) -> None:
+        member = Member(Process(role, name, arguments))
+        log = (self.layout.folder / f"{name}.log").open("a", buffering=1)
+
+        def take(line: str) -> None:
+            log.write(line + "\n")
+            self._take_line(member, line.partition(": ")[2])
+
+        member.process = Process(role, name, arguments, take)
+        self.members.append(member)
+
+    def _start(self, member: Member, armed: bool = True) -> None:
+        layout = self.layout
+        member.starts += 1
+        faults = ""
+        if armed:
+            seed = layout.seed * 1000 + member.starts * 10 + self.members.index(member)
+            faults = armament(member.role, layout.kinds, seed)
+            if member.role != "router":
+                faults = ";".join(filter(None, (faults, layout.extra_faults)))
+        own = SHARED_CORES | DENSE_MEMORY | {"OMP_NUM_THREADS": "1"}
+        environment = {key: value for key, value in own.items() if key not in os.environ}
+        environment |= {RUN_VARIABLE: layout.run_id, "TMPDIR": str(self._temporary), "BATON_FAULTS": faults}
+        member.process.start(environment)
+
+    async def _wait_listening(self, member: Member) -> None:
+        await _until(lambda: member.process.check_ready(START_LIMIT_S), START_LIMIT_S + 1.0)
+        if member.role != "router":
+            page = await self.page(member, "/server_info")
+            member.engine_pid = int(page["engine_pid"])
+
+    async def bring_up(self, member: Member) -> None:
+        """Starts a process that has ended on the address that it had. Raises LaunchError when it never comes."""
+        for attempt in range(STARTS_TRIED):
+            self._start(member)
+            try:
+                await self._wait_listening(member)
+                return
+            except (LaunchError, httpx.HTTPError) as error:
+                member.failed_starts += 1
+                await self._end(member, signal.SIGKILL)
+                if attempt == STARTS_TRIED - 1:
+                    raise LaunchError(f"{member.name} did not start {STARTS_TRIED} times running: {error}") from error
+
+    async def _end(self, member: Member, number: signal.Signals) -> None:
+        """Sends the signal and waits for the end of the process, which is killed when it does not come."""
+        process = member.process
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        if not await _until(lambda: not process.alive(), DRAIN_LIMIT_S):
+            self.defects.append(f"{member.name} did not end within {DRAIN_LIMIT_S:g} s of {number.name}")
+            process.send_signal(signal.SIGKILL)
+            await _until(lambda: not process.alive(), DEATH_LIMIT_S)
+        engine, member.engine_pid = member.engine_pid, 0
+        if engine and not await _until(lambda: not exists(engine), DEATH_LIMIT_S):
+            self.defects.append(f"the engine of {member.name} outlived its front")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Ends everything. Afterwards nothing of the campaign runs; what did is booked as a defect."""
+        for member in reversed(self.members):
+            for pid in (member.pid, member.engine_pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    if pid and (pid != member.pid or member.process.alive()):
+                        os.kill(pid, signal.SIGCONT)
+        for member in reversed(self.members):
+            await self._end(member, signal.SIGTERM)
+        await self._client.aclose()
+        if not await _until(lambda: not list(self.processes_of_run()), DEATH_LIMIT_S):
+            for pid in self.processes_of_run():
+                self.defects.append(f"process {pid} outlived the campaign: {_command_line(pid)}")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def processes_of_run(self) -> Iterator[int]:
+        """All processes, but this one, that carry the campaign's mark in their environment."""
+        mark = f"{RUN_VARIABLE}={self.layout.run_id}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0") and exists(int(entry.name)):
+                        yield int(entry.name)
+
+    @property
+    def servers(self) -> list[Member]:
+        return [member for member in self.members if member.role != "router"]
+
+    @property
+    def router(self) -> Member:
+        return next(member for member in self.members if member.role == "router")
+
+    # ---- blows
+
+    async def strike(self, blow: Blow) -> bool:
+        """Deals the blow and sees the process through to its new life. False: it lies on the ground already."""
+        member = [each for each in self.servers if each.role == blow.role][blow.index]
+        if member.busy or not member.process.alive() or not member.engine_pid:
+            return False
+        member.busy = True
+        began = time.monotonic()
+        try:
+            if blow.kind is Kind.PAUSE:
+                await self._pause(member, blow)
+            else:
+                await self._fell(member, blow)
+            await self._until_used(member)
+            self.recoveries.append((time.monotonic() - began - blow.lasts_s, f"{blow.kind} {blow.part} {member.name}"))
+        finally:
+            member.busy = False
+        return True
+
+    async def _pause(self, member: Member, blow: Blow) -> None:
+        pid = member.pid if blow.part == "front" else member.engine_pid
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(blow.lasts_s)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # it ended of something else
+        if not member.process.alive():
+            await self._revive(member)
+
+    async def _fell(self, member: Member, blow: Blow) -> None:
+        if blow.kind is Kind.RESTART:
+            await self._end(member, signal.SIGTERM)
+        elif blow.part == "front":
+            await self._end(member, signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.engine_pid, signal.SIGKILL)
+            if not await _until(lambda: not member.process.alive(), DEATH_LIMIT_S):
+                self.defects.append(f"the front of {member.name} outlived its engine by {DEATH_LIMIT_S:g} s")
+            await self._end(member, signal.SIGKILL)
+        await asyncio.sleep(blow.lasts_s)
+        await self.bring_up(member)
+
+    async def _revive(self, member: Member) -> None:
+        await self._end(member, signal.SIGKILL)
+        await self.bring_up(member)
+
+    async def look_after(self) -> None:
+        """Starts what has ended by itself; returns when cancelled."""
+        while True:
+            for member in self.servers:
+                if not member.busy and not member.process.alive():
+                    member.busy = True
+                    try:
+                        self._say(f"{member.name} ended with {member.process.status}: {member.process.last_words()}")
+                        self.defects.append(
+                            f"{member.name} ended by itself with status {member.process.status}: "
+                            f"{member.process.last_words()}"
+                        )
+                        await self._revive(member)
+                    finally:
+                        member.busy = False
+            await asyncio.sleep(POLL_S)
+
+    # ---- what they say
+
+    async def page(self, member: Member, path: str) -> Any:
+        response = await self._client.get(f"http://{member.process.ready['http']}{path}")
+        return response.raise_for_status().json()
+
+    async def post(self, member: Member, path: str) -> Any:
+        response = await self._client.post(f"http://{member.process.ready['http']}{path}")
+        return response.raise_for_status().json()
+
+    async def _used(self, member: Member) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            workers = (await self.page(self.router, "/workers"))["workers"]
+            address = member.process.ready["grpc"]
+            return any(worker["address"] == address and worker["state"] == "ready" for worker in workers)
+        return False
+
+    async def _until_used(self, member: Member) -> None:
+        limit = time.monotonic() + START_LIMIT_S
+        while not await self._used(member):
+            if not member.process.alive():
+                await self._revive(member)
+            if time.monotonic() > limit:
+                self.defects.append(f"the router does not use {member.name}, which is up again")
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def wait_ready(self, limit_s: float) -> None:
+        """Until the router has every server. Raises LaunchError."""
+        limit = time.monotonic() + limit_s
+        for member in self.servers:
+            while not await self._used(member):
+                if time.monotonic() > limit:
+                    raise LaunchError(f"the router does not find {member.name} ready within {limit_s:g} s")
+                await asyncio.sleep(POLL_S)
+
+    async def dirty_ledgers(self) -> list[str]:
+        """What keeps the ledgers of the servers from being those of a cluster at rest; empty when they are."""
+        found = []
+        for member in self.servers:
+            try:
+                page = await self.page(member, "/debug/ledger")
+                opened = (await self.page(member, "/debug/requests"))["open"]
+            except httpx.HTTPError as error:
+                found.append(f"{member.name}: no answer ({error!r})")
+                continue
+            for rank in page["ranks"]:
+                for counts in rank["groups"]:
+                    where = f"{member.name} rank {rank['rank']} group {counts['group']}"
+                    held = ("running", "staged", "receiving", "quarantined")
+                    found += [f"{where}: {state} = {counts[state]}" for state in held if counts[state]]
+                    if counts["free"] + counts["cached"] != counts["total"]:
+                        found.append(f"{where}: free {counts['free']} + cached {counts['cached']} != {counts['total']}")
+            found += [f"{member.name}: request {entry['request_id']} is open ({entry['state']})" for entry in opened]
+        return found
+
+    async def describe(self) -> str:
+        """State of everything, for whoever has to find out why."""
+        parts = []
+        for member in self.members:
+            state = "alive" if member.process.alive() else f"ended with {member.process.status}"
+            parts.append(f"===== {member.name} pid {member.pid} engine {member.engine_pid} {state}")
+            paths = (
+                ("/ready", "/workers", "/load")
+                if member.role == "router"
+                else ("/ready", "/debug/ledger", "/debug/requests")
+            )
+            for path in paths if member.process.alive() else ():
+                try:
+                    text = json.dumps(await self.page(member, path))
+                except (httpx.HTTPError, ValueError) as error:
+                    text = repr(error)
+                parts.append(f"--- {path}\n{text[:4000]}")
+            parts.append("--- last lines of its log\n" + "\n".join(member.lines))
+        return "\n".join(parts)
+
+    def _take_line(self, member: Member, line: str) -> None:
+        member.lines.append(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            if line.startswith("Traceback"):
+                self.errors_without_code.append(f"{member.name}: {line}")
+            return
+        if not isinstance(entry, dict):
+            return
+        if "fault" in entry and entry.get("message") == "fault point hit":
+            self.hits[str(entry["fault"]), str(entry.get("action"))] += 1
+        if entry.get("level") in ("error", "critical") and "code" not in entry:
+            self.errors_without_code.append(f"{member.name}: {entry.get('message')}")
+
+
+async def _until(probe: Callable[[], bool], limit_s: float) -> bool:
+    """True as soon as `probe` is, False after `limit_s`."""
+    limit = time.monotonic() + limit_s
+    while not probe():
+        if time.monotonic() > limit:
+            return False
+        await asyncio.sleep(POLL_S / 4)
+    return True
+
+
+def exists(pid: int) -> bool:
+    """Whether the process runs; a zombie does not count."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    return "gone"

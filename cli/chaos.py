@@ -1,0 +1,183 @@
+"""`baton chaos`: a cluster of this machine under continuous random faults, checked request by request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.chaos.faults import Kind
+from bench.chaos.tiny_model import MAX_POSITIONS, make_tiny_model
+from rpc import faults
+
+if TYPE_CHECKING:
+    from bench.chaos.campaign import Plan
+
+TINY = "tiny"
+EMBEDDED = "embedded"
+ANSWER_ROOM = 64  # tokens of the context that prompts leave for the answer
+LONGEST_PROMPT = 400
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="baton chaos", description=__doc__, epilog="Defaults stand in brackets.")
+    p.add_argument(
+        "--model",
+        default=TINY,
+        help="tiny: a small random model, made for the run; embedded: SmolLM2-135M-Instruct; or a model folder (tiny)",
+    )
+    p.add_argument("--prefill-servers", type=int, default=2, metavar="N", help="(%(default)s)")
+    p.add_argument("--decode-servers", type=int, default=2, metavar="M", help="(%(default)s)")
+    p.add_argument("--requests", type=int, default=2000, metavar="N", help="to send under faults (%(default)s)")
+    p.add_argument("--seconds", type=float, default=math.inf, help="send no more after this time (no limit)")
+    p.add_argument("--concurrency", type=int, default=8, metavar="N", help="open requests (%(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of questions, clients and faults (%(default)s)")
+    p.add_argument("--blow-seconds", type=float, default=5.0, metavar="S",
+                   help="between kills, pauses and restarts, on average (%(default)s)")  # fmt: skip
+    p.add_argument(
+        "--faults",
+        default="all",
+        metavar="KINDS",
+        help=f"all, none, or some of {','.join(Kind)} (%(default)s)",
+    )
+    p.add_argument("--points", default="", metavar="FAULTS",
+                   help="armed in every server beside those of --faults, as in BATON_FAULTS")  # fmt: skip
+    p.add_argument("--transport", default="auto", help="--kv-transport of the servers (%(default)s)")
+    p.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="of the router (%(default)s)")
+    p.add_argument(
+        "--server-flags", default="", metavar="FLAGS", help="for every server: --server-flags='--block-size 32'"
+    )
+    p.add_argument("--router-flags", default="", metavar="FLAGS", help="for the router")
+    p.add_argument("--json", default="", metavar="FILE", help="write the report there")
+    p.add_argument(
+        "--keep", default="", metavar="DIR", help="keep logs there; else they are kept after a violation only"
+    )
+    p.add_argument("--quiet", action="store_true", help="print the report alone")
+    return p
+
+
+def _kinds(text: str) -> frozenset[Kind]:
+    if text == "all":
+        return frozenset(Kind)
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in set(Kind)]
+    if unknown:
+        raise ValueError(f"--faults {text}: {unknown[0]!r} is none of {', '.join(Kind)}")
+    return frozenset(Kind(name) for name in names)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError naming the flag that is wrong."""
+    for name in ("prefill_servers", "decode_servers", "requests", "concurrency"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 1 or more")
+    for name in ("seconds", "blow_seconds", "request_timeout"):
+        if not getattr(arguments, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name):g} must be above 0")
+    for name in ("server_flags", "router_flags"):
+        try:
+            shlex.split(getattr(arguments, name))
+        except ValueError as error:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)!r}: {error}") from None
+    faults.parse(arguments.points)
+
+
+def _model(name: str, folder: Path) -> Path:
+    if name == TINY:
+        return make_tiny_model(folder / "model")
+    from cli.model_prepare import prepare_model
+
+    return prepare_model(None if name == EMBEDDED else name, None, progress=sys.stderr.isatty())
+
+
+def _sizes(model: Path) -> tuple[int, int]:
+    """Vocabulary of plain tokens and the longest prompt that leaves room for an answer."""
+    config = json.loads((model / "config.json").read_text())
+    longest = min(LONGEST_PROMPT, int(config.get("max_position_embeddings", MAX_POSITIONS)) - ANSWER_ROOM)
+    return int(config["vocab_size"]), longest
+
+
+def _plan(arguments: argparse.Namespace, folder: Path) -> Plan:
+    from bench.chaos.campaign import Plan
+    from bench.chaos.cluster import Layout
+
+    model = _model(arguments.model, folder)
+    vocabulary, longest = _sizes(model)
+    layout = Layout(
+        model=str(model),
+        folder=folder,
+        run_id=secrets.token_hex(8),
+        seed=arguments.seed,
+        kinds=_kinds(arguments.faults),
+        prefill_servers=arguments.prefill_servers,
+        decode_servers=arguments.decode_servers,
+        request_timeout_s=arguments.request_timeout,
+        server_flags=("--kv-transport", arguments.transport, *shlex.split(arguments.server_flags)),
+        router_flags=shlex.split(arguments.router_flags),
+        extra_faults=arguments.points,
+    )
+    return Plan(
+        layout=layout,
+        requests=arguments.requests,
+        seconds=arguments.seconds,
+        concurrency=arguments.concurrency,
+        gap_s=arguments.blow_seconds,
+        vocabulary=vocabulary,
+        longest_prompt=longest,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    # The C part of gRPC, which reads this when it is imported, would speak of forks at every start of a process.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from bench.chaos.campaign import Campaign, CampaignFailed
+    from cli.model_prepare import ModelPrepareError
+
+    arguments = parser().parse_args(argv)
+    try:
+        _check(arguments)
+        _kinds(arguments.faults)
+    except ValueError as error:
+        print(f"baton chaos: {error}", file=sys.stderr)
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="baton-chaos-", dir=arguments.keep or None))
+    keep = bool(arguments.keep)
+    say = (lambda line: None) if arguments.quiet else (lambda line: print(line, flush=True))
+    # As with Ctrl-C: what runs is ended in order.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        campaign = Campaign(_plan(arguments, folder), say)
+        try:
+            report = asyncio.run(campaign.run())
+        finally:
+            if campaign.state:
+                keep = True
+                (folder / "state.txt").write_text(campaign.state)
+        print(report.text(), flush=True)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        keep = keep or not report.passed
+        return 0 if report.passed else 1
+    except (CampaignFailed, ModelPrepareError, OSError) as error:
+        keep = True
+        print(f"baton chaos: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if keep:
+            print(f"logs and state: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
