@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,3 +141,15 @@ def test_block_sizes_when_neither_is_a_multiple_of_the_other_then_they_do_not_fi
 def test_between_when_sizes_are_equal_then_there_is_nothing_to_convert() -> None:
     assert Positions.between(16, 16, 100) is None
     assert Positions.between(16, 32, 100) == Positions(16, 32, 100)
+
+
+def test_document_when_it_shows_examples_then_they_are_what_is_computed() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    section = text.partition("## Unequal block sizes")[2].partition("\n## ")[0]
+    rows = [[int(number) for number in re.findall(r"\d+", line)] for line in section.splitlines() if "–" in line]
+    assert len(rows) == 8
+    for p_size, d_size, tokens, block, begin, end, *touched, ready in rows:
+        positions = Positions(p_size, d_size, tokens)
+        assert (begin, end) == (block * d_size, min((block + 1) * d_size, tokens) - 1)
+        assert positions.touched([block]) == touched
+        assert positions.ready(ready) > block >= positions.ready(ready - 1)

@@ -20,6 +20,7 @@ from engine.parallel.agent_messages import AgentCall, apply, event_message, rank
 from engine.parallel.agents import RankAgents
 from engine.parallel.messages import FollowerFrame, RankFrame
 from tests.unit.cache_store.agents import WAIT_S, assert_clean, prefill_result, settings
+from tests.unit.cache_store.shared import SharedNode
 from tests.unit.cache_store.staged import StagedNode
 
 NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, POOL_BLOCKS = 2, 8, 4, 16
@@ -28,13 +29,13 @@ HEAD_BYTES = BLOCK_SIZE * HEAD_DIM * 2  # of one head in K or V of a block
 T = TypeVar("T")
 
 
-def layout(heads: int, total: int) -> GroupLayout:
+def layout(heads: int, total: int, block_size: int = BLOCK_SIZE) -> GroupLayout:
     return GroupLayout.of(
         "full",
         num_layers=NUM_LAYERS,
         num_kv_heads=heads,
         head_dim=HEAD_DIM,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         dtype="bfloat16",
         total_kv_heads=total,
     )
@@ -52,11 +53,21 @@ class RankNode(StagedNode):
             self.news.notify_all()
 
 
+class HostRankNode(SharedNode):
+    """A RankNode with a pool in host memory."""
+
+    def __init__(self, news: threading.Condition, *arguments: object, **more: object) -> None:
+        self.news = news
+        super().__init__(*arguments, **more)  # type: ignore[arg-type]
+
+    _wake = RankNode._wake
+
+
 @dataclass
 class Others:
     """The other ranks, in this process: what goes to them and comes from them passes through the messages."""
 
-    nodes: list[RankNode]
+    nodes: Sequence[RankNode | HostRankNode]
     said: list[tuple[int, AgentEvent]] = field(default_factory=list)
     posted: list[AgentCall] = field(default_factory=list)
     held: bool = False  # calls stay under way until `release`
@@ -108,17 +119,20 @@ class RankServer:
         transport: str = "grpc",
         seed: int = 0,
         agent_settings: AgentSettings | None = None,
+        block_size: int = BLOCK_SIZE,
+        pool_blocks: int = POOL_BLOCKS,
+        node: type[RankNode] | type[HostRankNode] = RankNode,
     ) -> None:
-        self.tp, self.heads = tp, heads
+        self.tp, self.heads, self.block_size = tp, heads, block_size
         self.news = threading.Condition()
         ranges = [head_range(heads, tp, rank) for rank in range(tp)]
         self.nodes = [
-            RankNode(
+            node(
                 self.news,
                 engine_id,
                 agent_settings or settings(transport=transport),
-                layouts=(layout(stop - start, heads),),
-                pool_blocks=POOL_BLOCKS,
+                layouts=(layout(stop - start, heads, block_size),),
+                pool_blocks=pool_blocks,
                 seed=seed + rank,
                 tp_size=tp,
                 rank=rank,
@@ -149,6 +163,27 @@ class RankServer:
             np.array_equal(share, whole[:, :, :, slice(*head_range(self.heads, self.tp, rank))])
             for rank, share in enumerate(self.shares(ids))
         )
+
+    def put_tokens(self, ids: Sequence[int], whole: np.ndarray) -> None:
+        """Writes [layers, K and V, heads of the model, tokens, bytes of a token's head] into the pools."""
+        size, tokens = self.block_size, whole.shape[3]
+        for node in self.nodes:
+            part = whole[:, :, slice(*head_range(self.heads, self.tp, node.identity.rank))]
+            for layer, content in enumerate(node.memory["full"]):
+                for index, block in enumerate(ids):
+                    held = content[block].reshape(2, -1, size, whole.shape[4])
+                    count = min(size, tokens - index * size)
+                    held[:, :, :count] = part[layer][:, :, index * size : index * size + count]
+
+    def holds_tokens(self, ids: Sequence[int], whole: np.ndarray) -> bool:
+        """Whether every rank has its share of these tokens, bit for bit."""
+        for node in self.nodes:
+            part = whole[:, :, slice(*head_range(self.heads, self.tp, node.identity.rank))]
+            blocks = node.blocks(ids).reshape(NUM_LAYERS, len(ids), 2, part.shape[2], self.block_size, -1)
+            held = np.moveaxis(blocks, 1, 3).reshape(*part.shape[:3], -1, part.shape[4])
+            if not np.array_equal(held[:, :, :, : part.shape[3]], part):
+                return False
+        return True
 
     # ---- what an engine does
 
