@@ -32,6 +32,10 @@ class MemoryFile:
         self.view = memoryview(self._map)
 
     @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    @property
     def handle(self) -> bytes:
         return f"{os.getpid()}:{self._fd}:{self._token}".encode()
 
