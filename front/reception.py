@@ -41,6 +41,9 @@ LAST_WORD_S = 0.05
 # The engine ends a request at its deadline; the front steps in this much later.
 DEADLINE_SLACK_S = 0.1
 
+# Refusals because of another request, or an earlier abort, of the same key.
+_OF_ANOTHER = frozenset((ErrorCode.DUPLICATE_REQUEST, ErrorCode.REQUEST_TOMBSTONED))
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _log = logging.getLogger(__name__)
@@ -374,8 +377,9 @@ class RequestScope:
             word = await self._let_go(error, wait_s=self._reception.stop_wait_s if cancelled else LAST_WORD_S)
             if word is not None and (forced or cancelled):
                 error = word  # it had failed before it was told to end
-        elif self._stream is not None and error is not None and self.request.mode is RunMode.PREFILL:
-            # The engine may have staged KV for an answer that nobody will get.
+        elif error is not None and self._is_of_a_load(error):
+            # The engine may have staged KV for an answer that nobody will get; and of a refusal it hears so that the
+            # load of this key, which may have come first, ends with it and not at its time limit.
             self._reception.tell_engine(self.request.request_key, error.code, self.request.abort_source or "error")
         terminal = self._terminal(error, cancelled)
         held = self._held and terminal.source is Source.SUCCESS
@@ -387,6 +391,13 @@ class RequestScope:
             self._context.add_done_callback(cast(Any, self._answer_done))
         if terminal.error is not None and terminal.error is not exc and not cancelled and exc is not None:
             raise terminal.error from (None if isinstance(exc, BatonError | asyncio.CancelledError) else exc)
+
+    def _is_of_a_load(self, error: BatonError) -> bool:
+        """Whether a decode server may wait for the KV of this request, and of no other one with its key."""
+        request = self.request
+        if request.mode is not RunMode.PREFILL or not request.request_key or error.code in _OF_ANOTHER:
+            return False
+        return self._reception.table.find(request.request_key) in (None, request)
 
     def _cause(self, exc: BaseException | None, cancelled: bool) -> BatonError | None:
         """The error of the RPC, typed; None for a regular end and for the caller's own cancel."""

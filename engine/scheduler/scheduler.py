@@ -207,7 +207,10 @@ class Scheduler:
         elif abort.request_key in self.staged:
             self.transfer.fail(abort.request_key, for_readers(error))
         elif abort.request_key not in self.leaving:
-            self.transfer.tombstone(abort.request_key)
+            if abort.source == "error":  # the front refused it: a load that is parked for it ends with the refusal
+                self.transfer.fail(abort.request_key, error)
+            else:
+                self.transfer.tombstone(abort.request_key)
 
     def end_all(self, error: BatonError) -> None:
         """Ends every open request, and every lease."""
@@ -414,6 +417,7 @@ class Scheduler:
             return
         request = self.loading.get(key)
         if request is None:
+            self._stale("unknown")
             return
         request.events += [TimelineEvent(name, at_ns) for name, at_ns in events]
         if isinstance(answer, BatonError):
@@ -458,9 +462,15 @@ class Scheduler:
             self._leave(key)
             return
         request = self.loading.get(key)
-        if request is not None:
-            request.events += [TimelineEvent(name, at_ns) for name, at_ns in events]
-            self._load_failed(request, error, retriable_here)
+        if request is None:
+            self._stale("unknown")
+            return
+        request.events += [TimelineEvent(name, at_ns) for name, at_ns in events]
+        self._load_failed(request, error, retriable_here)
+
+    def _stale(self, kind: str) -> None:
+        """A completion of blocks that are not held for it any more: dropped, and counted."""
+        self.news.count("baton_kv_stale_references_total", kind=kind)
 
     def _load_failed(self, request: Request, error: BatonError, retriable_here: bool) -> None:
         """A load is over for a request that still wants its KV. Its blocks are quiet."""
@@ -509,6 +519,7 @@ class Scheduler:
         """Nothing reads the blocks of that allocation any more."""
         request = self.staged.get(key) or self.leaving.get(key) or self.open.get(key)
         if request is None or request.allocation is None or request.allocation.generation != generation:
+            self._stale("unknown" if request is None else "reused")
             return
         if key in self.staged:
             del self.staged[key]

@@ -44,7 +44,7 @@ TOKENS = 4
 PREFILL_FAULTS = (
     "cache_store.send_piece:delay=60,layer=1,key=k1-*",
     "cache_store.send_piece:delay=0.1,layer=1,key=k10-*",
-    "cache_store.publish:delay=0.5,nth=3,key=o3*",
+    "cache_store.send_piece:delay=0.5,layer=2,block=0,key=o3*",
     "cache_store.publish:delay=0.3,nth=3,key=h4-grpc*",
     "cache_store.publish:delay=0.3,nth=3,key=h4-http*",
     "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=2,key=h4*",
@@ -226,6 +226,7 @@ def test_k10_client_leaves_between_prefill_and_first_token_then_p_holds_nothing_
 def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster, client: GenerationClient) -> None:
     numbers = random.Random(20250301)
     before = {server.name: counted(server, "baton_aborts_total", leg=server.role) for server in cluster.servers}
+    stale = {server.name: counted(server, "baton_kv_stale_references_total") for server in cluster.servers}
     sent: list[str] = []
     for round_ in range(extent(2, 10)):
         opened = [
@@ -253,6 +254,7 @@ def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster,
         assert cut, f"{server.name}: nobody left in time"
         aborts = counted(server, "baton_aborts_total", leg=server.role) - before[server.name]
         assert aborts == len(cut) <= len(sent)
+        assert counted(server, "baton_kv_stale_references_total") == stale[server.name]
 
 
 def descriptors(cluster: Cluster) -> dict[str, int]:
@@ -410,19 +412,26 @@ def test_o4_step_loop_when_it_is_stuck_then_open_loads_end_and_the_prefill_serve
 
 
 def test_p1_prompt_when_the_prefill_server_refuses_it_then_400_and_its_neighbours_are_untouched(
-    cluster: Cluster, client: GenerationClient
+    cluster: Cluster, client: GenerationClient, pair: Pair
 ) -> None:
+    """The router knows the shortest of its servers' lengths; without it, D learns of the refusal from P."""
     prompts = [prompt_of(30 + n, salt=n) for n in range(16)]
     alone = [client.generate(prompt, TOKENS).token_ids for prompt in prompts]
     opened = [client.open(prompt, TOKENS, salt="neighbours") for prompt in prompts[:8]]
-    response = post(cluster, prompt_of(LONGEST_ON_P + 40), "p1-long")
+    response = post(cluster, prompt_of(LONGEST_ON_P + 40), "p1-router")
+    request = generate_input("p1-long", prompt_of(LONGEST_ON_P + 40), model=MODEL, max_tokens=TOKENS)
+    reader = pair.open_decode(request)
+    refusal = typed(pair.open_prefill(request).exception(LIMIT_S))
     opened += [client.open(prompt, TOKENS, salt="neighbours") for prompt in prompts[8:]]
     assert response.status_code == 400
     assert response.json()["error"]["baton_code"] == ErrorCode.LONG_PROMPT_ERROR
+    assert refusal.code is ErrorCode.LONG_PROMPT_ERROR
+    assert refusal.spec.http == 400
+    began = time.monotonic()
+    error = failed(reader)
+    assert time.monotonic() - began < PUBLISH_LIMIT_S, "it waited for a prefill that had been refused"
+    assert error.metadata["cause"] == ErrorCode.LONG_PROMPT_ERROR.name
     assert [generation.answer().token_ids for generation in opened] == alone
-    for record in d_of(cluster).requests()["finished"]:
-        if record["request_id"] == "p1-long":
-            assert record["generated_tokens"] == 0
 
 
 # -- the last one: it kills a server --------------------------------------------------------------------------------
