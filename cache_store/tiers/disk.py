@@ -52,6 +52,7 @@ class DiskTier:
 
     name = "disk"
     shared = False
+    takes = True
 
     def __init__(self, path: str | os.PathLike[str], limit_bytes: int) -> None:
         """limit_bytes: of the files. Makes the directory if there is none.

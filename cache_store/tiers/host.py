@@ -16,6 +16,7 @@ class HostTier:
 
     name = "host"
     shared = False
+    takes = True
 
     def __init__(self, limit_bytes: int) -> None:
         """limit_bytes: of records and of the table that finds them."""

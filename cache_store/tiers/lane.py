@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +20,7 @@ from rpc.faults import CORRUPT, DROP, FULL, fault
 from rpc.log_limit import LogLimit
 
 READERS = 2
+MOST_KNOWN = 65536  # keys that are taken to be in a shared tier, without asking it
 MOST_READS = 64  # jobs that wait for a reader
 QUEUE_BYTES = 64 << 20  # of records that wait to be written, as long as one fits
 CLOSE_S = 2.0  # for the threads to end; one that hangs is left behind
@@ -47,6 +48,8 @@ class TierLane:
         self._epoch = self._cleared = 0  # of the last order to clear, and of the last one that was carried out
         self._putting = threading.Lock()  # `put` by those who offer
         self._direct = not writes
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # of a shared tier: written or seen there of late
+        self._knowing = threading.Lock()
         self._threads = [
             threading.Thread(target=self._read, args=(number,), name=f"kv-{self.name}-read-{number}", daemon=True)
             for number in range(READERS)
@@ -81,6 +84,7 @@ class TierLane:
                 found = max(0, min(len(keys), self.tier.find(keys)))
         if found < len(keys):
             self._observe("kv_tier_missed_blocks_total", tier=self.name, reason="absent")
+            self._forget(keys[found:])
         return found
 
     def get(self, key: bytes, into: memoryview) -> bool:
@@ -95,7 +99,9 @@ class TierLane:
             failed = False
         if got:
             self._observe("kv_tier_bytes_total", into.nbytes, tier=self.name, direction="read")
+            self._note(key)
         else:
+            self._forget((key,))
             self._observe("kv_tier_missed_blocks_total", tier=self.name, reason="failed" if failed else "lost")
         return got
 
@@ -105,14 +111,37 @@ class TierLane:
         count = self._failures.occurred("damaged")
         if count:
             _log.warning("a record of a tier is damaged", extra={"tier": self.name, "occurrences": count})
+        self._forget((key,))
         with self._operation("discard"):
             self.tier.discard(key)
 
     # -- writing ----------------------------------------------------------------------------------------------
 
     def has(self, key: bytes) -> bool:
-        """Whether a record need not be offered. Of a tier whose `find` answers at once."""
+        """Whether a record need not be offered. A shared tier is taken to have what it had until it lacks it."""
+        if self.shared:
+            return key in self._known
         return self._cleared == self._epoch and self.tier.find((key,)) == 1
+
+    def takes_one(self) -> bool:
+        """Whether it is worth copying a block to offer it; counts it as refused if not."""
+        if self.tier.takes:
+            return True
+        self._observe("kv_tier_writes_total", tier=self.name, outcome="refused")
+        return False
+
+    def _note(self, key: bytes) -> None:
+        if self.shared:
+            with self._knowing:
+                self._known[key] = None
+                if len(self._known) > MOST_KNOWN:
+                    self._known.popitem(last=False)
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        if self.shared:
+            with self._knowing:
+                for key in keys:
+                    self._known.pop(key, None)
 
     def offer(self, key: bytes, record: bytes, epoch: int, wait_s: float) -> bool:
         """Has the record written, if the last order to clear is the one of `epoch`. Waits up to `wait_s` for room among
@@ -132,6 +161,7 @@ class TierLane:
                 self._observe("kv_tier_writes_total", tier=self.name, outcome="dropped")
                 return False
             self._records.append((key, record))
+            self._note(key)  # or it would be offered again until it is written
             self._waiting_bytes += len(record)
             self._changed.notify_all()
         return True
@@ -221,7 +251,10 @@ class TierLane:
             outcome = "stored" if not full and self.tier.put(key, record) else "refused"
         self._observe("kv_tier_writes_total", tier=self.name, outcome=outcome)
         if outcome == "stored":
+            self._note(key)
             self._observe("kv_tier_bytes_total", len(record), tier=self.name, direction="written")
+        else:
+            self._forget((key,))
 
     @contextmanager
     def _operation(self, operation: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
@@ -29,6 +30,7 @@ DEFAULT_SEGMENT_BYTES = 1 << 30
 LEAST_SEGMENT_BYTES = 16 << 20  # the library takes no smaller part
 MOST_SEGMENT_BYTES = 1 << 44
 PUT_TIMEOUT_S = 2.0  # nobody waits for it; one who is slower is left alone
+FULL_PAUSE_S = 1.0  # in which the store makes room, and nothing is copied for it
 SLOT_MEMORY_BYTES = 64 << 20  # of all slots, as long as there are enough of them
 BATCH = 8  # records of one read; more are hardly faster
 READ_SLOTS = 4 * BATCH  # two readers, each with a batch that it copies and one on its way
@@ -129,6 +131,11 @@ class MooncakeTier:
         self._record_bytes = record_bytes
         self._timeout_s = timeout_s
         self._ahead = ReadAhead(link, record_bytes, batch)
+        self._full_until = 0.0
+
+    @property
+    def takes(self) -> bool:
+        return self.link.usable(self.link.writes) and time.monotonic() >= self._full_until
 
     def find(self, keys: Sequence[bytes]) -> int:
         link, found = self.link, 0
@@ -177,7 +184,9 @@ class MooncakeTier:
         (code,) = self._ask("put", [key], link.writes, max(PUT_TIMEOUT_S, self._timeout_s), slots)
         if code not in (OK, FULL):
             raise TierError("unreachable", f"Mooncake Store could not write a block to where it was to be ({code})")
-        if code == OK:
+        if code == FULL:
+            self._full_until = time.monotonic() + FULL_PAUSE_S
+        else:
             link.succeeded(link.writes)
         return code == OK
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +33,6 @@ from cache_store.tiers.tier import Tier, TierStats
 from rpc.log_limit import LogLimit
 
 MOST_WRITES = 4096  # blocks that wait to be copied out of the pool
-MOST_KNOWN = 65536  # keys that are taken to be in a shared tier, without asking it
 MOST_HOPS = 64  # turns from tier to tier of one look-up
 ROOM_WAIT_S = 1.0  # that the copying thread waits for a tier of this server to keep up
 DRAIN_S = 2.0  # for what waits to be written when the engine ends
@@ -116,7 +115,6 @@ class TierStore:
         self._epoch = 0
         self._lock = threading.Lock()  # of the counters of fetches
         self._ended: deque[Fetch] = deque()
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # in every shared tier, as far as is known
         self._failures = LogLimit()
         self._evicted = dict.fromkeys((lane.name for lane in self._lanes), 0)
         self._closed = False
@@ -259,8 +257,10 @@ class TierStore:
 
     def _copy_down(self, batch: Sequence[_Write], records: Sequence[bytearray]) -> None:
         wanted = [(write, self._keys.key(write.block_hash)) for write in batch]
-        missing = [(write, key, lanes) for write, key in wanted if (lanes := self._lanes_without(key))]
-        present = len(batch) - len(missing)
+        lacking = [(write, key, lanes) for write, key in wanted if (lanes := self._lanes_without(key))]
+        offers = [(write, key, [lane for lane in lanes if lane.takes_one()]) for write, key, lanes in lacking]
+        missing = [offer for offer in offers if offer[2]]
+        present = len(batch) - len(lacking)
         if present:
             self._news.observe("kv_tier_skipped_writes_total", present, reason="present")
         current = [each for each in missing if self._versions[each[0].block] == each[0].version]
@@ -278,19 +278,12 @@ class TierStore:
             self._news.observe("kv_tier_skipped_writes_total", reused, reason="reused")
 
     def _lanes_without(self, key: bytes) -> list[TierLane]:
-        return [lane for lane in self._lanes if not (key in self._known if lane.shared else lane.has(key))]
+        return [lane for lane in self._lanes if not lane.has(key)]
 
     def _spread(self, key: bytes, record: bytes, lanes: Sequence[TierLane], epoch: int) -> None:
         """Offers a record to tiers. One of this server may keep others waiting for a moment, a shared one may not."""
         for lane in lanes:
-            if lane.offer(key, record, epoch, 0.0 if lane.shared else ROOM_WAIT_S) and lane.shared:
-                self._note_known(key)
-
-    def _note_known(self, key: bytes) -> None:
-        with self._lock:
-            self._known[key] = None
-            if len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
+            lane.offer(key, record, epoch, 0.0 if lane.shared else ROOM_WAIT_S)
 
     # -- threads: up ------------------------------------------------------------------------------------------
 
@@ -366,8 +359,6 @@ class TierStore:
     def _promote(self, fetch: Fetch, lane: TierLane, number: int, record: bytearray) -> None:
         """Writes a record to the tiers of this server that are nearer than the one that it came from."""
         key = fetch.keys[fetch.offset + number]
-        if lane.shared:
-            self._note_known(key)
         nearer = [each for each in self._lanes[: self._lanes.index(lane)] if not each.shared and not each.has(key)]
         if nearer:
             kept = bytes(record)

@@ -44,6 +44,12 @@ class Tier(Protocol):
     name: str  # label `tier` of metrics: host, disk, mooncake
     shared: bool  # whether other servers put records here too, and read them
 
+    @property
+    def takes(self) -> bool:
+        """Whether it is worth copying a block for a `put` now; not for a store that cannot be reached, until it can.
+        Answers at once, from any thread."""
+        ...
+
     def find(self, keys: Sequence[bytes]) -> int:
         """How many leading ones of `keys` (16 bytes each) are here. May be wrong, as a later `get` will tell."""
         ...

@@ -71,6 +71,51 @@ def test_store_when_every_tier_has_a_block_then_it_is_not_copied_again() -> None
         assert pool.count("writes_total", tier="host", outcome="stored") == 2
 
 
+def test_store_when_a_shared_tier_has_lost_its_blocks_then_they_are_written_again_after_a_look_up() -> None:
+    shared = ScriptedTier()
+    with below(shared) as pool:
+        pool.write([1, 2, 3])
+        shared.clear()
+        pool.write([1, 2, 3])
+        assert pool.count("writes_total", tier="mooncake", outcome="stored") == 3  # it is still taken to have them
+        assert pool.look_up(3).found == 0
+        pool.write([1, 2, 3])
+        assert pool.count("writes_total", tier="mooncake", outcome="stored") == 6
+        assert pool.look_up(3).found == 3
+
+
+def test_store_when_a_write_has_failed_then_the_block_is_offered_again() -> None:
+    shared = ScriptedTier()
+    with below(shared) as pool:
+        shared.failure = TierError("unreachable", "nobody is there")
+        pool.write([1, 2])
+        assert pool.count("writes_total", tier="mooncake", outcome="failed") == 2
+        shared.failure = None
+        pool.write([1, 2])
+        assert pool.count("writes_total", tier="mooncake", outcome="stored") == 2
+
+
+def test_store_when_a_shared_tier_takes_nothing_then_nothing_is_copied_for_it() -> None:
+    shared, host = ScriptedTier(), HostTier(1 << 30)
+    with below(shared) as pool:
+        shared.takes = False
+        pool.store._copies.read = None  # type: ignore[assignment]
+        pool.write([1, 2])
+        assert pool.count("writes_total", tier="mooncake", outcome="refused") == 2
+        assert pool.count("skipped_writes_total", reason="failed") == 0
+        assert shared.entered == 0
+    shared = ScriptedTier()
+    with below(host, shared) as pool:
+        shared.takes = False
+        pool.write([1, 2])
+        assert pool.count("writes_total", tier="host", outcome="stored") == 2
+        assert pool.count("writes_total", tier="mooncake", outcome="refused") == 2
+        assert pool.count("skipped_writes_total", reason="present") == 0
+        shared.takes = True
+        pool.write([1, 2])
+        assert pool.count("writes_total", tier="mooncake", outcome="stored") == 2
+
+
 def test_store_when_a_block_is_given_to_somebody_else_before_its_copy_then_nothing_goes_down() -> None:
     shared = ScriptedTier("disk", shared=False)
     with below(shared) as pool:

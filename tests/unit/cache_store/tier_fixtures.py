@@ -50,6 +50,7 @@ class ScriptedTier:
     def __init__(self, name: str = "mooncake", shared: bool = True) -> None:
         self.name = name
         self.shared = shared
+        self.takes = True
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
