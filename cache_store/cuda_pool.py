@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
-from cache_store import cuda_ipc
+from cache_store import cuda_ipc, regions
 from cache_store.layout import GroupLayout
 from cache_store.pool import StagedKvPool
+from cache_store.regions import Regions
 from cache_store.staging import MemoryUnavailable, Ticket
 from cache_store.stream_copies import StreamCopyEngine, as_rows
 from cache_store.torch_pool import check_layers
@@ -60,7 +61,7 @@ class CudaKvPool(StagedKvPool):
         if len(devices) != 1:
             raise ValueError(f"the KV tensors are on several devices: {sorted(map(str, devices))}")
         places = {(tag, layer): tensor for tag, tensors in layers.items() for layer, tensor in enumerate(tensors)}
-        kernels = kernels or TorchRowKernels()
+        kernels, device = kernels or TorchRowKernels(), devices.pop()
         with torch.inference_mode():
             for layout in layouts:
                 block = as_rows(layers[layout.tag][0][:1].view(-1).view(torch.uint8), layout.block_bytes)
@@ -69,8 +70,25 @@ class CudaKvPool(StagedKvPool):
                 kernels.scatter_rows(block, number, copy)
         super().__init__(
             {layout.tag: layers[layout.tag][0].shape[0] for layout in layouts},
-            StreamCopyEngine(CudaDevice(devices.pop(), kernels), places),
+            StreamCopyEngine(CudaDevice(device, kernels), places),
+            _regions(places, device),
         )
+
+
+def _regions(places: Mapping[tuple[str, int], torch.Tensor], device: torch.device) -> Regions:
+    def attach() -> None:
+        # The current device is the thread's own, and its context is there with its first use.
+        torch.cuda.set_device(device)
+        torch.cuda.current_stream(device).query()
+
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    return Regions(
+        regions.CUDA,
+        {place: tensor.numel() * tensor.element_size() for place, tensor in places.items()},
+        addresses={place: tensor.data_ptr() for place, tensor in places.items()},
+        device=number,
+        attach=attach,
+    )
 
 
 class _Event:

@@ -21,6 +21,7 @@ class Fetcher(Protocol):
     """Reads out of the memory of peers, for one transport. Belongs to the agent's loop."""
 
     transport: str
+    in_order: bool  # copies begin in the order of `begin`, so that what the first one waits for holds for all
 
     async def open(self, memory: pb.SharedPool) -> PeerMemory:
         """What a peer of the handshake offers. Raises MemoryUnavailable, whose text says why."""
@@ -35,6 +36,10 @@ class Fetcher(Protocol):
         """
         ...
 
+    def give_up(self, memory: PeerMemory) -> None:
+        """A load has ended while copies from there are under way, for which its blocks are held."""
+        ...
+
     def close(self) -> None:
         """No copy is under way."""
         ...
@@ -45,6 +50,8 @@ class DeviceFetcher:
 
     The engine keeps the row numbers of a copy in its slot, so a copy of more rows than have room there is several ones.
     """
+
+    in_order = True
 
     def __init__(self, transport: str, staging: Staging) -> None:
         self.transport = transport
@@ -96,12 +103,17 @@ class DeviceFetcher:
         self._staging.when_written(ticket, completed)
         return done
 
+    def give_up(self, memory: PeerMemory) -> None:
+        return  # they end by themselves
+
     def close(self) -> None:
         return  # the copies are the staging's
 
 
 class HostFetcher:
     """Out of memory files of the peer into a pool in host memory, by workers."""
+
+    in_order = False
 
     def __init__(self, transport: str, pool: HostKvPool, workers: Executor) -> None:
         self.transport = transport
@@ -131,6 +143,9 @@ class HostFetcher:
 
         self._workers.submit(copy)
         return done
+
+    def give_up(self, memory: PeerMemory) -> None:
+        return  # they end by themselves
 
     def close(self) -> None:
         return  # the workers are the agent's

@@ -84,6 +84,7 @@ def answer(
     offer: Offer,
     checksum: str,
     lease_seconds: float,
+    better_soon: bool = False,
 ) -> cache_store_pb2.HandshakeResponse:
     """The response, or ERROR_GENERATE_CONFIG_FORMAT (a field is absent), INVALID_PARAMS, PEER_RESTARTED,
     INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED, in this order."""
@@ -119,4 +120,5 @@ def answer(
         groups=[group.to_proto() for group in identity.groups],
         checksum=stricter(request.checksum, checksum),
         lease_seconds=lease_seconds,
+        better_soon=better_soon,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from cache_store.layout import GroupLayout
+from cache_store.regions import Regions, file_regions
 from cache_store.shared_memory import MemoryFile, describe
 from cache_store.staging import CopyEngine, MemoryUnavailable
 from protos import cache_store_pb2 as pb
@@ -22,13 +23,21 @@ class KvPool(Protocol):
         """Physical blocks of the group; ids are [0, num_blocks)."""
         ...
 
+    def regions(self) -> Regions | None:
+        """Where the layers lie, for a transport that moves bytes without the pool; None where that is not possible."""
+        ...
+
 
 class StagedKvPool:
     """A pool whose memory only its copy engine reaches, as on an accelerator."""
 
-    def __init__(self, num_blocks: Mapping[str, int], copies: CopyEngine) -> None:
+    def __init__(self, num_blocks: Mapping[str, int], copies: CopyEngine, regions: Regions | None = None) -> None:
         self.copies = copies
         self._num_blocks = dict(num_blocks)
+        self._regions = regions
+
+    def regions(self) -> Regions | None:
+        return self._regions
 
     def num_blocks(self, group: str) -> int:
         return self._num_blocks[group]
@@ -87,6 +96,13 @@ class HostKvPool:
     def shareable(self) -> bool:
         """Whether other processes of this machine can open this memory."""
         return self._files is not None
+
+    def regions(self) -> Regions | None:
+        if self._files is None:
+            return None
+        return file_regions(
+            {(tag, layer): file for tag, each in self._files.items() for layer, file in enumerate(each)}
+        )
 
     def share(self) -> pb.SharedPool:
         """How another process of this machine opens this memory. Raises MemoryUnavailable."""

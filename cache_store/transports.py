@@ -36,12 +36,14 @@ class Offer:
     """What one side can do: the transports, best first, and what they need.
 
     `memories`: of each one-sided transport, how the peer reaches this engine's KV memory; one that is not there can be
-    used to read from others only. `data_port`: where this side listens for connections of tcp; 0: it does not.
+    used to read from others only. `on_demand`: those of which that is found out when a peer asks. `data_port`: where
+    this side listens for connections of tcp; 0: it does not.
     """
 
     transports: tuple[str, ...] = (GRPC,)
     host_id: str = ""
     memories: Mapping[str, pb.SharedPool] = field(default_factory=dict)
+    on_demand: frozenset[str] = frozenset()
     data_port: int = 0
 
     def serves(self, transport: str) -> bool:
@@ -49,13 +51,17 @@ class Offer:
         if transport not in self.transports:
             return False
         if transport in ONE_SIDED:
-            return transport in self.memories
+            return transport in self.memories or transport in self.on_demand
         return transport != TCP or self.data_port > 0
 
     @property
     def best(self) -> str:
         """The first way on which peers may read this engine's blocks; grpc where there is none."""
         return next((each for each in self.transports if self.serves(each)), GRPC)
+
+    def showing(self, transport: str, memory: pb.SharedPool) -> Offer:
+        """With the memory that was found out."""
+        return replace(self, memories={**self.memories, transport: memory})
 
     def without(self, *transports: str) -> Offer:
         return replace(self, transports=tuple(each for each in self.transports if each not in transports))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from cache_store.agent import AgentIdentity, AgentSettings, CacheStoreAgent, KvSourceRef
 from cache_store.events import LeaseEnded, LoadDone, LoadFailed
 from cache_store.layout import GroupLayout
+from cache_store.nixl_agent import installed as nixl_installed
 from cache_store.pool import KvPool
-from cache_store.transports import IPC
+from cache_store.transports import IPC, NIXL
 from engine.config import EngineConfig
 from engine.messages import FinishReason, KvGroupInfo, PrefillInfo, PromptLogprob, RunMode, TokenLogprob
 from engine.parallel.agent_messages import Share, Shares
@@ -85,8 +86,12 @@ def agent_identity(
 
 
 def shared_layers(config: EngineConfig, device_type: str) -> SharedLayers | None:
-    """Where the KV tensors of a server on the CPU come from whose KV others of this machine may read; else None."""
-    if device_type != "cpu" or config.role != "prefill" or config.kv_transport not in ("auto", IPC):
+    """Where the KV tensors come from on the CPU, if other processes read them (ipc) or move their bytes (nixl)."""
+    if device_type != "cpu":
+        return None
+    read = config.role == "prefill" and config.kv_transport in ("auto", IPC)
+    moved = config.kv_transport == NIXL or (config.kv_transport == "auto" and nixl_installed())
+    if not read and not moved:
         return None
     from cache_store.torch_pool import SharedLayers
 
