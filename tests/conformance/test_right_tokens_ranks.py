@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import httpx
@@ -43,38 +44,61 @@ class Case:
 
 @dataclass
 class Ranked:
-    """Servers by their number of ranks. The model has two KV heads, so four ranks hold each of them twice."""
+    """Servers by their number of ranks. The model has two KV heads, so four ranks hold each of them twice.
+
+    `others`: decode servers that get KV in another way than those of `decode`, started when they are first needed.
+    """
 
     cluster: Cluster
-    prefill: dict[int, ServerProcess]
-    decode: dict[int, ServerProcess]
-    routers: dict[tuple[int, int], ServerProcess]
+    prefill: dict[int, ServerProcess] = field(default_factory=dict)
+    decode: dict[int, ServerProcess] = field(default_factory=dict)
+    routers: dict[tuple[int, int, str], ServerProcess] = field(default_factory=dict)
+    others: dict[tuple[int, str], ServerProcess] = field(default_factory=dict)
 
-    def client(self, prefill: int, decode: int) -> GenerationClient:
+    def start_decode(self, ranks: int, transport: str) -> ServerProcess:
+        flags = (*DECODE_FLAGS, "--tensor-parallel-size", str(ranks), "--kv-transport", transport)
+        return self.cluster.start_decode(flags, env={"BATON_FAULTS": DECODE_FAULTS})
+
+    def decode_by(self, ranks: int, transport: str) -> ServerProcess:
+        if transport == TRANSPORT_OF[ranks]:
+            return self.decode[ranks]
+        if (ranks, transport) not in self.others:
+            self.others[ranks, transport] = self.start_decode(ranks, transport).wait_ready(180.0)
+        return self.others[ranks, transport]
+
+    def client(self, prefill: int, decode: int, transport: str = "") -> GenerationClient:
         """To a router that knows these two servers alone."""
-        router = self.routers.get((prefill, decode))
+        transport = transport or TRANSPORT_OF[decode]
+        router = self.routers.get((prefill, decode, transport))
         if router is None:
-            pair = [self.prefill[prefill], self.decode[decode]]
-            router = self.routers[prefill, decode] = self.cluster.start_router(among=pair)
+            pair = [self.prefill[prefill], self.decode_by(decode, transport)]
+            router = self.routers[prefill, decode, transport] = self.cluster.start_router(among=pair)
             self.cluster.wait_router_ready()
         return GenerationClient(router.grpc)
 
 
+# How the decode servers of so many ranks get KV, and how further ones do.
+TRANSPORT_OF = {1: "grpc", 2: "ipc", 4: "ipc"}
+TRANSPORTS = ("ipc", "grpc")
 # In every run: as many ranks on both sides, and heads that are put together. Agents alone are tested in all sizes.
 ALWAYS = {(2, 2), (2, 1)}
 
 
-def pairs_of(sizes: tuple[int, ...]) -> list[Any]:
-    return [
-        pytest.param((sizes, (p, d)), id=f"p{p}-d{d}", marks=[] if (p, d) in ALWAYS else [pytest.mark.extended])
-        for p in sizes
-        for d in sizes
-        if (p, d) != (1, 1)
-    ]
+def pairs_of(sizes: tuple[int, ...], transports: tuple[str, ...] = ("",)) -> list[Any]:
+    """((sizes of the cluster, (ranks of P, ranks of D)), transport); without a transport, that of the decode server."""
+    found = []
+    for p, d, transport in product(sizes, sizes, transports):
+        if (p, d) != (1, 1) and (not transport or transport != TRANSPORT_OF[d]):
+            always = (p, d) in ALWAYS and not transport
+            name = f"p{p}-d{d}-{transport or TRANSPORT_OF[d]}"
+            marks = [] if always else [pytest.mark.extended]
+            found.append(pytest.param((sizes, (p, d)), transport, id=name, marks=marks))
+    return found
 
 
 SMALL = (1, 2)
 PAIRS = [*pairs_of(SMALL), *[each for each in pairs_of((1, 2, 4)) if 4 in each.values[0][1]]]
+BY_TRANSPORT = [*PAIRS, *pairs_of((1, 2, 4), TRANSPORTS)]
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +136,12 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, ...], Ra
 def ranked_of(started: dict[tuple[int, ...], Ranked], sizes: tuple[int, ...]) -> Ranked:
     if sizes not in started:
         cluster = Cluster(0, 0, model=tiny_model("llama"), router=False, start_limit_s=180.0).__enter__()
-        ranked = started[sizes] = Ranked(cluster, {}, {}, {})
+        ranked = started[sizes] = Ranked(cluster)
         for size in sizes:
             rank_flags = ("--tensor-parallel-size", str(size))
             if WHOLE or any(size == p for p, _ in ALWAYS):
                 ranked.prefill[size] = cluster.start_prefill([*FLAGS, *rank_flags])
-            faults = {"BATON_FAULTS": DECODE_FAULTS}
-            ranked.decode[size] = cluster.start_decode([*DECODE_FLAGS, *rank_flags], env=faults)
+            ranked.decode[size] = ranked.start_decode(size, TRANSPORT_OF[size])
         for server in cluster.servers:
             server.wait_ready(180.0)
     return started[sizes]
@@ -128,15 +151,20 @@ def counted(server: ServerProcess, name: str, **labels: str) -> float:
     return server.metric(name, **labels) or 0.0
 
 
-@pytest.mark.parametrize("sizes_and_pair", PAIRS)
+@pytest.mark.parametrize(("sizes_and_pair", "transport"), BY_TRANSPORT)
 def test_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_also_with_a_prefix_on_the_decode_server(
-    started: dict[tuple[int, ...], Ranked], cases: list[Case], sizes_and_pair: tuple[Any, tuple[int, int]]
+    started: dict[tuple[int, ...], Ranked],
+    cases: list[Case],
+    sizes_and_pair: tuple[Any, tuple[int, int]],
+    transport: str,
 ) -> None:
     sizes, pair = sizes_and_pair
     ranked = ranked_of(started, sizes)
-    decode = ranked.decode[pair[1]]
-    salt = f"{pair}"
-    with ranked.client(*pair) as client:
+    transport = transport or TRANSPORT_OF[pair[1]]
+    decode = ranked.decode_by(pair[1], transport)
+    salt = f"{pair} {transport}"
+    before = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
+    with ranked.client(*pair, transport) as client:
         for case in cases:
             answer = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
             assert answer.token_ids == case.expected, f"{pair}: prompt of {len(case.prompt)}"
@@ -153,6 +181,8 @@ def test_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_also_
             assert (choice.token_ids, choice.path) == (case.expected[:4], "colocated")
         alone = client.generate(case.prompt, TOKENS, salt=f"{salt} on d", **case.options)
         assert (alone.token_ids, alone.path, alone.cached_tokens) == (case.expected, "pd", 0)
+    after = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
+    assert after - before == 2 * len(cases) + 1, f"each load by {transport}"
     times = counted(decode, "baton_load_rank_seconds_count", stat="max")
     assert (times >= 2 * len(cases) + 1) == (pair[1] > 1), "each load over several ranks has its times"
     for server in (ranked.prefill[pair[0]], decode):
@@ -161,9 +191,12 @@ def test_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_also_
     ranked.cluster.assert_clean_ledgers()
 
 
-@pytest.mark.parametrize("sizes_and_pair", [each for each in PAIRS if each.values[0][1][1] > 1])
+@pytest.mark.parametrize(("sizes_and_pair", "transport"), [each for each in PAIRS if each.values[0][1][1] > 1])
 def test_tokens_when_requests_are_preempted_on_several_ranks_then_those_of_a_request_that_is_alone(
-    started: dict[tuple[int, ...], Ranked], cases: list[Case], sizes_and_pair: tuple[Any, tuple[int, int]]
+    started: dict[tuple[int, ...], Ranked],
+    cases: list[Case],
+    sizes_and_pair: tuple[Any, tuple[int, int]],
+    transport: str,
 ) -> None:
     sizes, pair = sizes_and_pair
     ranked = ranked_of(started, sizes)

@@ -1,0 +1,178 @@
+"""Tokens when prefill and decode servers have KV blocks of different sizes: those of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from engine.messages import SamplingParams
+from rpc.errors import BatonError, ErrorCode
+from tests.conformance.live_cluster import frozen
+from tests.conformance.reference import clear_prompt, reference
+from tests.extent import extended
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
+from tests.integration.generation_client import TIMEOUT_S, GenerationClient
+from tests.unit.engine.tiny_models import tiny_model
+
+pytestmark = pytest.mark.timeout(400)  # clusters start within it, on busy machines too
+
+TOKENS = 40
+POOL_TOKENS = 384  # of a decode server: three whole requests of those that are preempted, and five at their start
+CHUNK = 48
+FLAGS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16")
+DECODE_FLAGS = (*FLAGS, "--decode-retry-times", "10000", "--decode-retry-timeout-ms", "30000",
+                "--kv-load-failure-policy", "fail")  # fmt: skip
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 5}
+
+Server = tuple[int, int, str]  # block size, ranks, transport (of a decode server)
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: list[int]
+    options: dict[str, Any]
+    expected: list[int]
+
+
+@dataclass
+class Sized:
+    """Servers by what they are, each started when it is first needed."""
+
+    cluster: Cluster
+    prefill: dict[Server, ServerProcess] = field(default_factory=dict)
+    decode: dict[Server, ServerProcess] = field(default_factory=dict)
+    routers: dict[tuple[Server, Server], ServerProcess] = field(default_factory=dict)
+
+    def pair(
+        self, prefill: Server, decode: Server, *decode_flags: str, ready: bool = True
+    ) -> tuple[ServerProcess, ServerProcess, ServerProcess]:
+        """Both servers, and a router that knows these two alone."""
+        new = []
+        if prefill not in self.prefill:
+            size, ranks, _ = prefill
+            flags = [*FLAGS, "--block-size", str(size), "--tensor-parallel-size", str(ranks)]
+            new.append(self.cluster.start_prefill(flags))
+            self.prefill[prefill] = new[-1]
+        if decode not in self.decode:
+            size, ranks, transport = decode
+            flags = [*DECODE_FLAGS, *decode_flags, "--block-size", str(size), "--tensor-parallel-size", str(ranks)]
+            flags += ["--num-kv-blocks", str(POOL_TOKENS // size), "--kv-transport", transport]
+            new.append(self.cluster.start_decode(flags))
+            self.decode[decode] = new[-1]
+        for server in new:
+            server.wait_ready(180.0)
+        found = self.prefill[prefill], self.decode[decode]
+        if (prefill, decode) not in self.routers:
+            self.routers[prefill, decode] = self.cluster.start_router(among=list(found))
+            if ready:
+                self.cluster.wait_router_ready()
+        return *found, self.routers[prefill, decode]
+
+
+@pytest.fixture(scope="module")
+def sized(request: pytest.FixtureRequest) -> Iterator[Sized]:
+    failed_before = request.session.testsfailed
+    cluster = Cluster(0, 0, model=tiny_model("llama"), router=False, start_limit_s=180.0).__enter__()
+    failed = True
+    try:
+        yield Sized(cluster)
+        cluster.assert_clean_ledgers()
+        assert cluster.errors_without_code() == []
+        failed = request.session.testsfailed > failed_before
+    finally:
+        cluster.end(failed=failed)
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Greedy: within the first block, of whole blocks of every size, of several chunks. Sampled: short of a block."""
+    model = reference(tiny_model("llama"))
+    found = []
+    for length in (7, 64, 3 * CHUNK + 5):
+        prompt = clear_prompt(model, length, TOKENS)
+        found.append(Case(prompt, {"temperature": 0.0}, model.greedy(prompt, TOKENS)))
+    prompt = clear_prompt(model, 60, TOKENS)
+    sampled = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **SAMPLED))
+    return [*found, Case(prompt, SAMPLED, sampled)]
+
+
+def counted(server: ServerProcess, name: str, **labels: str) -> float:
+    return server.metric(name, **labels) or 0.0
+
+
+def name_of(pair: tuple[Server, Server]) -> str:
+    (p_size, p_ranks, _), (d_size, d_ranks, transport) = pair
+    return f"p{p_size}x{p_ranks}-d{d_size}x{d_ranks}-{transport}"
+
+
+# In every run: larger blocks on the decode server, and smaller ones.
+ALWAYS = [((16, 1, ""), (32, 1, "ipc")), ((64, 1, ""), (32, 1, "ipc"))]
+WHOLE = [
+    ((32, 1, ""), (16, 1, "ipc")),
+    ((64, 1, ""), (16, 1, "grpc")),
+    ((8, 1, ""), (32, 1, "grpc")),
+    ((16, 2, ""), (32, 1, "ipc")),
+    ((32, 2, ""), (16, 1, "grpc")),
+    ((64, 1, ""), (16, 2, "ipc")),
+    ((16, 1, ""), (32, 2, "grpc")),
+]
+PAIRS = [
+    *(pytest.param(pair, id=name_of(pair)) for pair in ALWAYS),
+    *(extended(pair, id=name_of(pair)) for pair in WHOLE),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tokens_when_block_sizes_differ_then_those_of_one_server_also_with_a_prefix_on_the_decode_server_and_preempted(
+    sized: Sized, cases: list[Case], pair: tuple[Server, Server]
+) -> None:
+    _, decode, router = sized.pair(*pair)
+    size, _, transport = pair[1]
+    salt = name_of(pair)
+    loads = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
+    with GenerationClient(router.grpc) as client:
+        for case in cases:
+            answer = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
+            assert answer.token_ids == case.expected, f"prompt of {len(case.prompt)}"
+            assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
+        for case in cases:  # what is whole of it is on both servers
+            skipped = counted(decode, "baton_kv_blocks_skipped_total")
+            again = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
+            assert (again.token_ids, again.path) == (case.expected, "pd"), f"prompt of {len(case.prompt)}, again"
+            assert counted(decode, "baton_kv_blocks_skipped_total") - skipped == len(case.prompt) // size
+        # A prefix that only the decode server has.
+        case = cases[2]
+        for choice in client.open(case.prompt, 4, salt=f"{salt} on d", n=2, **case.options).answers():
+            assert (choice.token_ids, choice.path) == (case.expected[:4], "colocated")
+        alone = client.generate(case.prompt, TOKENS, salt=f"{salt} on d", **case.options)
+        assert (alone.token_ids, alone.path, alone.cached_tokens) == (case.expected, "pd", 0)
+        done = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok") - loads
+        assert done == 2 * len(cases) + 1, f"each load by {transport}"
+
+        before = counted(decode, "baton_preemptions_total", reason="blocks")
+        case = cases[3]
+        with frozen(decode):  # begins when all requests are there, so that it has too many however fast they come
+            opened = [client.open(case.prompt, TOKENS, salt=f"{salt} {n}", **case.options) for n in range(6)]
+            wait_for("the requests", lambda: len(decode.requests()["open"]) == len(opened), TIMEOUT_S)
+        for generation in opened:
+            assert generation.answer().token_ids == case.expected
+        assert counted(decode, "baton_preemptions_total", reason="blocks") > before
+    sized.cluster.assert_clean_ledgers()
+
+
+@pytest.mark.extended
+def test_tokens_when_sizes_do_not_fit_then_no_request_and_the_reason_is_said(sized: Sized, cases: list[Case]) -> None:
+    *_, router = sized.pair((16, 1, ""), (24, 1, "auto"), "--no-allow-local-prefill", ready=False)
+    why = "block_size[full]: prefill 16, decode 24 (one must be a multiple of the other)"
+
+    def reasons() -> list[str]:
+        return [reason for worker in router.page("/workers")["workers"] for reason in worker.get("reasons", [])]
+
+    wait_for("the router's verdict", lambda: any(why in reason for reason in reasons()), TIMEOUT_S)
+    with GenerationClient(router.grpc) as client, pytest.raises(BatonError) as caught:
+        client.generate(cases[0].prompt, 4)
+    assert caught.value.code is ErrorCode.INCOMPATIBLE_PEER
+    assert why.partition(": ")[2] in caught.value.metadata.values()
