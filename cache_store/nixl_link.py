@@ -24,9 +24,11 @@ import numpy as np
 
 from cache_store import nixl_frames as frames
 from cache_store.nixl_process import serve
+from cache_store.observations import Observe, ignore
 from cache_store.regions import CUDA, Regions
 from cache_store.rows import Rows
 from cache_store.staging import MemoryUnavailable
+from cache_store.transports import NIXL
 from protos import cache_store_pb2 as pb
 
 KIND = "nixl"
@@ -200,8 +202,11 @@ class NixlPeer:
 class NixlLink:
     """`name` has to differ from that of every other agent in the fleet."""
 
-    def __init__(self, name: str, regions: Regions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, regions: Regions, observe: Observe = ignore, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = name
+        self._observe = observe
         self._regions = regions
         self._places = list(regions.sizes)
         self._index = {place: index for index, place in enumerate(self._places)}
@@ -241,9 +246,13 @@ class NixlLink:
         if error is None:
             self._session = task.result()
         else:
-            known = isinstance(error, NixlUnavailable)
-            self._failed = error if known else NixlUnavailable(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
+            failed = (
+                error if isinstance(error, NixlUnavailable) else NixlUnavailable(f"{type(error).__name__}: {error}")
+            )
+            self._failed = failed
             self._failed_at = self._clock()
+            self._observe("kv_transport_fallbacks_total", transport=NIXL, reason=failed.reason)
+            _log.warning("cache store: transport nixl is not possible: %s", failed)
 
     async def running(self) -> _Session:
         """Starts it if need be, and waits until it is ready. Raises NixlUnavailable."""
