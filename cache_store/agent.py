@@ -18,9 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cache_store.allocator import keep_freed_memory
+from cache_store.data_listener import DataListener
 from cache_store.events import (
     AgentEvent,
     AgentStats,
@@ -33,15 +35,19 @@ from cache_store.events import (
 from cache_store.fetching import DeviceFetcher, Fetcher, HostFetcher
 from cache_store.layout import AgentIdentity, GroupLayout
 from cache_store.lease import LeaseTable
+from cache_store.nixl_fetching import NixlFetcher
+from cache_store.nixl_link import START_S as NIXL_START_S
+from cache_store.nixl_link import NixlLink, NixlUnavailable
 from cache_store.observations import ObservationBuffer
+from cache_store.offering import make_offer, nixl_impossible
 from cache_store.parking import ParkingTable
 from cache_store.peers import PeerState
 from cache_store.pool import HostKvPool, KvPool, StagedKvPool
 from cache_store.puller import Puller, abort_source
 from cache_store.service import CacheStoreService
 from cache_store.settings import AgentSettings
-from cache_store.staging import Completions, MemoryUnavailable, Staging, Ticket
-from cache_store.transports import GRPC, IPC, TRANSPORTS, Offer, this_host
+from cache_store.staging import Completions, Staging, Ticket
+from cache_store.transports import IPC, NIXL, TCP
 from cache_store.wire import SERVICE
 from protos import common_pb2
 from rpc import faults
@@ -115,10 +121,16 @@ class CacheStoreAgent:
             self._marks = Completions("kv-marks")
         # Threads begin with the first event that is large enough for them.
         self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
-        self._offer = make_offer(pool, settings)
+        self._offer = make_offer(pool, settings, observe)
         self._fetchers: dict[str, Fetcher] = {}
         if IPC in self._offer.transports:
             self._fetchers[IPC] = self._ipc_fetcher()
+        self._nixl: NixlLink | None = None
+        regions = pool.regions()
+        if NIXL in self._offer.transports and regions is not None:
+            self._nixl = NixlLink(f"{identity.engine_id}/{identity.rank}", regions, observe)
+            self._fetchers[NIXL] = NixlFetcher(self._nixl, self._nixl_alone, self._workers)
+        self._listener = DataListener(identity.engine_id, settings, observe) if TCP in self._offer.transports else None
         self._service = CacheStoreService(
             identity,
             pool,
@@ -131,6 +143,8 @@ class CacheStoreAgent:
             self._changed,
             clock,
             self._workers,
+            self._listener,
+            self._nixl,
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,10 +155,16 @@ class CacheStoreAgent:
         assert isinstance(self._pool, HostKvPool)
         return HostFetcher(IPC, self._pool, self._workers)
 
+    @property
+    def _nixl_alone(self) -> bool:
+        """No other transport will do, so it is there from the start."""
+        return self._offer.transports == (NIXL,)
+
     # ---- life
 
     def start(self, host: str, port: int) -> str:
-        """Listens and returns the bound "host:port" (port 0: any free one). CONNECT_FAILED names a port in use."""
+        """Listens and returns the bound "host:port" (port 0: any free one). CONNECT_FAILED names a port in use;
+        INVALID_PARAMS says why nixl, which alone is allowed, is not possible."""
         if self._thread is not None:
             raise RuntimeError("an agent is started once")
         keep_freed_memory()
@@ -154,7 +174,8 @@ class CacheStoreAgent:
         )
         self._thread.start()
         try:
-            return join_address(host, started.result(START_TIMEOUT_S))
+            limit_s = START_TIMEOUT_S + (NIXL_START_S if self._nixl_alone else 0.0)
+            return join_address(host, started.result(limit_s))
         except TimeoutError:
             raise BatonError(
                 ErrorCode.CONNECT_FAILED, f"the cache store did not listen on {host}:{port} in time"
@@ -484,20 +505,34 @@ class CacheStoreAgent:
         try:
             with asyncio.Runner() as runner:
                 runner.get_loop().set_exception_handler(_on_loop_exception)
-                runner.run(self._main(host, port, started))
+                runner.run(self._main_and_nixl(host, port, started))
         except BaseException as error:
             if not started.done():
                 started.set_exception(error)
             _log.exception("the cache store's thread ended")
 
+    async def _main_and_nixl(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
+        try:
+            if self._nixl is not None and self._nixl_alone:
+                await self._nixl.running()
+            await self._main(host, port, started)
+        except NixlUnavailable as error:
+            started.set_exception(nixl_impossible(str(error)))
+        finally:
+            if self._nixl is not None:
+                await self._nixl.close()
+
     async def _main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
         if self._staging is not None:
             self._staging.bind(asyncio.get_running_loop())
+        self._listen(host)
         server = GrpcServer(extra=bulk_server_options())
         server.add_service(self._service.add_to, None, SERVICE)
         try:
             bound = await server.start(host, port, flag="--cache-store-port")
         except SystemExit as error:  # the one line for a start-up; the engine decides what ends with it
+            if self._listener is not None:
+                self._listener.close()
             started.set_exception(BatonError(ErrorCode.CONNECT_FAILED, str(error)))
             return
         await server.set_serving(True)
@@ -521,6 +556,7 @@ class CacheStoreAgent:
                 self._emit,
                 spawn,
                 self._clock,
+                self._workers,
             )
             with self._lock:
                 self._loop = asyncio.get_running_loop()
@@ -528,6 +564,19 @@ class CacheStoreAgent:
             self._drain()
             await self._keep_time()
             await self._shut_down(server)
+
+    def _listen(self, host: str) -> None:
+        """Opens the port of the transport tcp, which the handshakes tell. Without one, peers cannot use it."""
+        if self._listener is None:
+            return
+        try:
+            port = self._listener.listen(host)
+        except OSError as error:
+            self._observations.observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
+            _log.warning("no data port can be opened, so transport tcp is left out: %s", error)
+            return
+        self._listener.start()
+        self._offer = self._service.offer = replace(self._offer, data_port=port)
 
     async def _keep_time(self) -> None:
         """Runs what is due by the clock, whether or not a request comes, until the agent closes."""
@@ -566,6 +615,8 @@ class CacheStoreAgent:
         for task in list(self._tasks):
             task.cancel()
         await self._pulling.peers.close()
+        if self._listener is not None:
+            self._listener.close()
         self._changed()
 
 
@@ -589,29 +640,6 @@ def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
 
 def _queue_full() -> BatonError:
     return BatonError(ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED, "the cache store's queue is full; try again later")
-
-
-def make_offer(pool: KvPool, settings: AgentSettings) -> Offer:
-    """What the settings and the pool allow. A pool that no other process can open is one that reads from others only;
-    on a device that could be otherwise, and there is a warning."""
-    allowed = TRANSPORTS if settings.transport == "auto" else (settings.transport,)
-    possible = [GRPC] if GRPC in allowed else []
-    memories = {}
-    if IPC in allowed:
-        try:
-            if isinstance(pool, StagedKvPool):
-                if pool.copies.shareable:
-                    memories[IPC] = pool.copies.share()
-                    possible.insert(0, IPC)
-            else:
-                possible.insert(0, IPC)
-                if isinstance(pool, HostKvPool) and pool.shareable:
-                    memories[IPC] = pool.share()
-        except MemoryUnavailable as error:
-            _log.warning(
-                "other servers of this machine cannot read the KV memory, so transport ipc is left out: %s", error
-            )
-    return Offer(tuple(possible) or (GRPC,), this_host(), memories)
 
 
 def _store_failed(error: BaseException) -> BatonError:

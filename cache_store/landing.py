@@ -43,6 +43,14 @@ class Landing(ABC):
     async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
         """Checks an event and begins to put its blocks into the pool. May wait for room. Raises the load's failure."""
 
+    async def begin(self, load: Load, started: pb.Started) -> None:
+        """The stream has begun. Raises the load's failure."""
+        return
+
+    def give_up(self) -> None:
+        """The load has waited too long: `store` and `settle` end soon, with the load's failure."""
+        return
+
     def check(self, load: Load) -> None:
         """Raises the load's failure after a copy has failed."""
         return
@@ -73,6 +81,8 @@ class HostLanding(Landing):
 class _CopyLanding(Landing):
     """Blocks reach the pool by copies that complete later. `wake` ends the wait for the next event after a failure."""
 
+    _in_order = True
+
     def __init__(self, wake: Callable[[], object], after: Ticket | None) -> None:
         """`after`: a point of the computation up to which the blocks may still be in use."""
         self.failure: BatonError | None = None
@@ -84,7 +94,8 @@ class _CopyLanding(Landing):
         self, load: Load, header: pb.PieceHeader, size: int
     ) -> Callable[[BaseException | None], None]:
         """To be called on the loop once a copy that has begun is done, or has failed."""
-        self._after = None  # copies into the pool keep their order, so the first one waits for all
+        if self._in_order:  # the first one waits for all
+            self._after = None
         load.on_taken(header)
         copy: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._copies.add(copy)
@@ -106,10 +117,14 @@ class _CopyLanding(Landing):
                 failure = error
         if failure is not None and self.failure is None:
             _log.warning("a copy into the KV pool failed: %s", failure)  # the load's end is the one ERROR
-            self.failure = BatonError(
-                ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
-                "writing the KV into the pool failed",
-                metadata={"error": type(failure).__name__},
+            self.failure = (
+                failure
+                if isinstance(failure, BatonError)
+                else BatonError(
+                    ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+                    "writing the KV into the pool failed",
+                    metadata={"error": type(failure).__name__},
+                )
             )
             self._wake()
         self._copies.discard(copy)
@@ -154,7 +169,7 @@ class StagedLanding(_CopyLanding):
             view = slot.view[: data.nbytes]
             view[:] = data
             load.verify(header, view)
-            ticket = self._staging.copies.write(slot, _places(wanted, header), self._after)
+            ticket = self._staging.copies.write(slot, places(wanted, header), self._after)
         except BaseException:
             ring.give(slot)
             raise
@@ -197,6 +212,7 @@ class FetchLanding(_CopyLanding):
     ) -> None:
         """shares: of each group, the part of the peer's heads to read."""
         super().__init__(wake, after)
+        self._in_order = fetcher.in_order
         self._fetcher = fetcher
         self._limits = limits
         self._memory = memory
@@ -260,6 +276,8 @@ class FetchLanding(_CopyLanding):
 
     async def quiet(self) -> None:
         try:
+            if self._copies:
+                self._fetcher.give_up(self._memory.memory)
             await super().quiet()
         finally:
             try:
@@ -285,7 +303,7 @@ def _paired(wanted: WantedHere, header: pb.PieceHeader, share: PeerShare) -> tup
     if positions is None:
         halves = count > 1 or wanted.partition_count > 1
         source = block_rows(tag, layer, from_, size, count, share.source_id, halves=halves)
-        return source, _places(wanted, header, halves=halves)
+        return source, places(wanted, header, halves=halves)
     heads = wanted.layout.num_kv_heads // wanted.partition_count
     source = positions.source_rows(tag, layer, header.blocks, from_, size, heads, count, share.source_id)
     ids = _ids(wanted, header)
@@ -297,7 +315,7 @@ def _ids(wanted: WantedHere, header: pb.PieceHeader) -> list[int]:
     return [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
 
 
-def _places(wanted: WantedHere, header: pb.PieceHeader, *, halves: bool = False) -> Rows:
+def places(wanted: WantedHere, header: pb.PieceHeader, *, halves: bool = False) -> Rows:
     """Where the blocks of an event go in the pool."""
     return block_rows(
         wanted.layout.tag,

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, cast
 
 import grpc
@@ -27,7 +28,8 @@ from cache_store.pool import HostKvPool, KvPool
 from cache_store.positions import Positions
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
-from cache_store.transports import ONE_SIDED
+from cache_store.tcp_landing import HostTarget, StagedTarget, Target, TcpLanding
+from cache_store.transports import ONE_SIDED, TCP
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, armed, fault_async
@@ -36,6 +38,10 @@ from rpc.status import from_rpc_error
 HELD_UP_S = 0.25  # a timer that is later than this has been held up together with its process
 
 _NO_BYTES = memoryview(b"")
+# Found by this side: whether the peer is still there is asked before a reload.
+_SILENT = frozenset(
+    {ErrorCode.LOAD_CACHE_TIMEOUT, ErrorCode.CONNECTION_RESET_BY_PEER, ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED}
+)
 
 
 class LegStreams:
@@ -50,7 +56,10 @@ class LegStreams:
         peers: Peers,
         observe: Observe,
         clock: Callable[[], float] = time.monotonic,
+        workers: Executor | None = None,
     ) -> None:
+        """`workers` move the bytes of the transport tcp."""
+        self._workers = workers
         self._identity = identity
         self._pool = pool
         self._staging = staging
@@ -106,7 +115,7 @@ class LegStreams:
             self._peers.note_failure(leg.address, error)
             raise load.fail(error) from None
         except BatonError as error:
-            if error.code is ErrorCode.LOAD_CACHE_TIMEOUT:
+            if error.code in _SILENT:
                 self._peers.note_failure(leg.address, error)
             raise
         finally:
@@ -129,10 +138,20 @@ class LegStreams:
                 clock=self._clock,
             )
             return FetchLanding(peer.memory.fetcher, wake, job.after, peer.memory, leg.shares, prove, limits)
+        if peer.transport == TCP:
+            target = self._tcp_target(job)
+            assert self._workers is not None
+            return TcpLanding(self._peers.dialer, peer, target, self._workers, wake)
         if staging is not None:
             return StagedLanding(staging, wake, job.after)
         assert isinstance(self._pool, HostKvPool)
         return HostLanding(self._pool)
+
+    def _tcp_target(self, job: Job) -> Target:
+        if self._staging is not None:
+            return StagedTarget(self._staging, job.after)
+        assert isinstance(self._pool, HostKvPool)
+        return HostTarget(self._pool)
 
     async def _connect(self, job: Job, leg: Leg) -> tuple[Peer, grpc.aio.Channel]:
         """The peer, after a handshake, and a channel to it that is connected."""
@@ -147,7 +166,12 @@ class LegStreams:
 
     async def _receive(self, key: str, load: Load, call: grpc.aio.UnaryStreamCall[Any, Any], landing: Landing) -> None:
         """Reads the stream to its end, as long as the load allows it to take."""
-        watch = _Watch(load, call.cancel, self._clock)
+
+        def give_up() -> None:
+            landing.give_up()
+            call.cancel()
+
+        watch = _Watch(load, give_up, self._clock)
         try:
             while True:
                 message = await call.read()
@@ -195,6 +219,7 @@ class LegStreams:
                 await landing.store(load, header, _NO_BYTES)
         elif event.HasField("started"):
             load.on_started(event.started)
+            await landing.begin(load, event.started)
         elif event.HasField("done"):
             await landing.settle(load)
             load.on_done(event.done)

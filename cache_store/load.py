@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NoReturn
@@ -126,7 +126,7 @@ class Load:
     def expect(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> WantedHere:
         """Checks a piece event against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH.
 
-        With a one-sided transport an event has no bytes, and says where each block lies instead.
+        With any transport but grpc the event has no bytes; with a one-sided one it says where each block lies instead.
         """
         pending = self._pending.get(header.group)
         layer = header.layer
@@ -138,7 +138,7 @@ class Load:
             self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
         wanted, blocks = pending.wanted, header.blocks
         direct = self.transport in ONE_SIDED
-        expected_bytes = 0 if direct else wanted.piece_bytes * len(blocks)
+        expected_bytes = wanted.piece_bytes * len(blocks) if self.transport == GRPC else 0
         if header.block_bytes != wanted.piece_bytes or data_bytes != expected_bytes or not blocks:
             self.fail_with(
                 _mismatch(
@@ -177,12 +177,18 @@ class Load:
 
     def verify(self, header: cache_store_pb2.PieceHeader, data: memoryview) -> None:
         """Compares the checksums of an expected event, if it has any. Raises KV_CHECKSUM_MISMATCH."""
-        if self.checksum_mode == "off" or not header.checksums:
-            return
+        if self.verifies(header):
+            self.compare(header, checksum.checksums(data, header.block_bytes))
+
+    def verifies(self, header: cache_store_pb2.PieceHeader) -> bool:
+        """Whether the checksums of an expected event are to be compared. May be asked by any thread."""
+        return self.checksum_mode != "off" and len(header.checksums) > 0
+
+    def compare(self, header: cache_store_pb2.PieceHeader, sums: Sequence[int]) -> None:
+        """sums: of what arrived, block by block. Raises KV_CHECKSUM_MISMATCH."""
         try:
-            checksum.verify(
-                data, header.block_bytes, header.blocks, header.checksums, f"{header.group!r}, layer {header.layer}"
-            )
+            where = f"{header.group!r}, layer {header.layer}"
+            checksum.compare(sums, header.blocks, header.checksums, where)
         except BatonError as error:
             self._count("checksum")
             self.fail_with(error)
@@ -261,6 +267,10 @@ class Load:
     def fail_with(self, error: BatonError) -> NoReturn:
         """Ends the load and raises its cause."""
         raise self.fail(error)
+
+    def moved(self) -> None:
+        """Bytes of an expected event have come, and not all of them yet: a sign of progress."""
+        self._last_progress = self.clock()
 
     def wait_until(self) -> float:
         """Reading of `clock` at which waiting for the next event has lasted too long."""

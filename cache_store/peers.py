@@ -15,13 +15,16 @@ import grpc
 import grpc.aio
 
 from cache_store import handshake
+from cache_store.data_dialer import DataDialer
 from cache_store.fetching import Fetcher
 from cache_store.layout import AgentIdentity
+from cache_store.nixl_link import START_S as NIXL_START_S
+from cache_store.nixl_link import NixlUnavailable, NotYet
 from cache_store.observations import Observe
 from cache_store.service import handshake_result
 from cache_store.settings import AgentSettings
 from cache_store.staging import MemoryUnavailable, PeerMemory
-from cache_store.transports import GRPC, ONE_SIDED, Offer
+from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
@@ -33,6 +36,7 @@ from rpc.status import from_rpc_error
 
 FORGET_LOST_S = 600.0
 MEMORY_LOOK_S = 1.0
+BETTER_SOON_S = 2.0  # after a handshake that had to leave out what is being made ready
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +57,10 @@ class OpenMemory:
         self.fetcher = fetcher
         self._users = 0
         self._retired = False
+
+    @property
+    def usable(self) -> bool:
+        return self.fetcher.usable(self.memory)
 
     def hold(self) -> None:
         self._users += 1
@@ -94,6 +102,8 @@ class Peer:
     block_sizes: Mapping[str, int] = field(default_factory=dict)  # tokens of its blocks, by cache group
     closed_to_us: set[str] = field(default_factory=set)  # transports that turned out not to work with `closed_engine`
     closed_engine: str = ""
+    not_yet: set[str] = field(default_factory=set)  # transports that are being made ready here
+    again_at: float = math.inf  # when another handshake may agree on a better transport
     lost_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -128,6 +138,7 @@ class Peers:
         self._clock = clock
         self._peers: dict[str, Peer] = {}
         self._bulk = itertools.count()
+        self.dialer = DataDialer(settings, clock)
         self._channels = ChannelPool(
             on_evict=lambda _, state: observe("channel_evictions_total", peer_role="cache_store", state=state)
         )
@@ -166,8 +177,11 @@ class Peers:
         """
         peer = self.get(address)
         async with peer.lock:
-            if peer.state is PeerState.CONNECTED and peer.engine_id == engine_id:
+            connected = peer.state is PeerState.CONNECTED and peer.engine_id == engine_id
+            usable = peer.memory is None or peer.memory.usable
+            if connected and usable and self._clock() < peer.again_at:
                 return peer
+            peer.not_yet.clear()
             attempts = 1 + self._settings.connect_retries
             while True:
                 attempts -= 1
@@ -188,11 +202,10 @@ class Peers:
             if peer.closed_engine != engine_id:
                 peer.closed_engine = engine_id
                 peer.closed_to_us.clear()
-            offer = self._offer.without(*peer.closed_to_us)
+            offer = self._offer.without(*peer.closed_to_us, *peer.not_yet)
+            limit_s = self._settings.connect_timeout_s + (NIXL_START_S if offer.transports == (NIXL,) else 0.0)
             request = handshake.make_request(self._identity, engine_id, self._settings.checksum, offer)
-            data = await self._call(
-                peer.address, "Handshake", request.SerializeToString(), self._settings.connect_timeout_s, ()
-            )
+            data = await self._call(peer.address, "Handshake", request.SerializeToString(), limit_s, ())
             response = pb.HandshakeResponse.FromString(data)
             if response.engine_id != engine_id:
                 raise handshake.restarted(engine_id, response.engine_id)
@@ -209,12 +222,16 @@ class Peers:
                 if memory is None:
                     result = "ok"
                     return False
+            if response.transport == TCP and not await self._dial(peer, response):
+                result = "ok"
+                return False
             peer.forget_memory()
             peer.memory = memory
             peer.transport = response.transport
             peer.data_port = response.data_port
             peer.block_sizes = block_sizes
             peer.state = PeerState.CONNECTED
+            peer.again_at = self._clock() + BETTER_SOON_S if response.better_soon or peer.not_yet else math.inf
             peer.engine_id = engine_id
             peer.checksum = response.checksum
             peer.lease_seconds = response.lease_seconds
@@ -251,10 +268,14 @@ class Peers:
         try:
             self._check_shared(shared)
             return OpenMemory(await fetcher.open(shared), fetcher)
+        except NotYet:
+            peer.not_yet.add(transport)
+            return None
         except MemoryUnavailable as error:
             peer.closed_to_us.add(transport)
             if self._offer.without(*peer.closed_to_us).transports:
-                self._observe("kv_transport_fallbacks_total", transport=transport, reason="memory")
+                if not isinstance(error, NixlUnavailable):  # which is counted where it is found
+                    self._observe("kv_transport_fallbacks_total", transport=transport, reason="memory")
                 _log.warning("peer=%s: transport %s is left out: %s", peer.address, transport, error)
                 return None
             raise BatonError(
@@ -262,6 +283,28 @@ class Peers:
                 f"the prefill server's KV memory cannot be opened here by {transport}; use --kv-transport auto",
                 metadata={"transports": str(error)[:256]},
             ) from None
+
+    async def _dial(self, peer: Peer, response: pb.HandshakeResponse) -> bool:
+        """Whether the peer's data port can be reached: that it cannot is said once, and another transport has to do.
+
+        Raises CACHE_STORE_LOAD_CONNECT_FAILED when no other is allowed.
+        """
+        try:
+            connection = await self.dialer.take(peer.address, response.data_port, response.engine_id)
+        except BatonError as error:
+            peer.closed_to_us.add(TCP)
+            if not self._offer.without(*peer.closed_to_us).transports:
+                raise
+            self._observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
+            _log.warning(
+                "peer=%s: transport tcp is not possible, so it is left out: data port %d: %s",
+                peer.address,
+                response.data_port,
+                error.metadata.get("error", error.message),
+            )
+            return False
+        self.dialer.give(peer.address, response.engine_id, connection)  # for the first load
+        return True
 
     def _check_shared(self, shared: pb.SharedPool) -> None:
         expected = {(group.tag, layer) for group in self._identity.groups for layer in range(group.num_layers)}
@@ -286,12 +329,14 @@ class Peers:
 
     def _mark(self, peer: Peer, state: PeerState) -> None:
         peer.forget_memory()
+        self.dialer.drop(peer.address)
         peer.state = state
         peer.lost_at = self._clock()
 
     def look_after(self) -> None:
         """Gives up the memory of peers whose connection is gone, and drops peers that could not be used for
-        FORGET_LOST_S: servers come back under other addresses."""
+        FORGET_LOST_S: servers come back under other addresses. Closes data connections that nobody uses."""
+        self.dialer.look_after()
         for peer in self._peers.values():
             if peer.memory is not None and not self._channels.is_ready(peer.address):
                 self._mark(peer, PeerState.LOST)
@@ -303,8 +348,9 @@ class Peers:
                 self._channels.evict(peer.address)
 
     def next_look_in(self) -> float:
-        """Seconds until `look_after` is due, because a mapping keeps the memory of an engine that has ended."""
-        return MEMORY_LOOK_S if self._fetchers else math.inf
+        """Seconds until `look_after` is due, because a mapping keeps the memory of an engine that has ended, and data
+        connections that nobody uses have to go."""
+        return MEMORY_LOOK_S if self._fetchers or TCP in self._offer.transports else math.inf
 
     async def renew(self, address: str, reference: pb.KvReference, reading: bool = False) -> float:
         """Seconds until the lease ends. Raises what the service raises, and transport failures.
@@ -329,6 +375,7 @@ class Peers:
         return pb.ReleaseResponse.FromString(data).found
 
     async def close(self) -> None:
+        self.dialer.close()
         for peer in self._peers.values():
             peer.forget_memory()
         await self._channels.close()

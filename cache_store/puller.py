@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,7 @@ class Puller:
         emit: Callable[[AgentEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         clock: Callable[[], float] = time.monotonic,
+        workers: Executor | None = None,
     ) -> None:
         self._identity = identity
         self._pool = pool
@@ -91,7 +93,7 @@ class Puller:
         self._spawn = spawn
         self._clock = clock
         self.peers = Peers(identity, settings, offer, fetchers, observe, clock)
-        self._streams = LegStreams(identity, pool, staging, settings, self.peers, observe, clock)
+        self._streams = LegStreams(identity, pool, staging, settings, self.peers, observe, clock, workers)
         self._jobs: dict[str, Job] = {}
         self._renewals: dict[str, tuple[KvSourceRef, asyncio.Task[None]]] = {}
         self._kept: dict[str, _Kept] = {}

@@ -1,8 +1,8 @@
 """P's end of one open load, on the wire: sends what is ready, sleeps until something is, ends with the lease's own end.
 
 How a block gets into an event is the business of the senders: out of host memory (`HostSender`), through the staging
-ring of a device (`StagedSender`), or not at all, because the peer reads it where it lies (`NoticeSender`), or because it
-goes over a socket of its own (`tcp_sending.TcpSender`).
+ring of a device (`StagedSender`), or not at all, because the peer reads it where it lies (`NoticeSender`) or it goes
+over a socket of its own (`tcp_sending.TcpSender`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Sender(ABC):
         return message
 
     def _damaged(self, run: Run) -> bool:
-        """Whether a fault point wants a byte of the payload to be another one. To be asked once the checksums are made."""
+        """Whether a fault point wants a byte of the payload to be another one. Asked once the checksums are made."""
         return faults.armed() and bool(
             faults.fault(
                 "cache_store.piece_bytes",

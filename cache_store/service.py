@@ -19,8 +19,10 @@ import grpc
 import grpc.aio
 
 from cache_store import handshake, wire
+from cache_store.data_listener import DataListener
 from cache_store.layout import AgentIdentity
 from cache_store.lease import LeaseTable, again
+from cache_store.nixl_link import NixlLink, NixlUnavailable, NotYet
 from cache_store.observations import Observe
 from cache_store.parking import ParkedState, ParkingTable, parking_full
 from cache_store.pool import HostKvPool, KvPool
@@ -29,8 +31,9 @@ from cache_store.reader import Reader, WantedGroup, make_caller
 from cache_store.sending import HostSender, Link, NoticeSender, Sender, StagedSender
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging
+from cache_store.tcp_sending import HostSource, Source, StagedSource, TcpSender
 from cache_store.tp_mapping import PeerShare
-from cache_store.transports import GRPC, ONE_SIDED, Offer
+from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
@@ -88,7 +91,8 @@ def observe_failure(observe: Observe, error: BatonError, transport: str = GRPC) 
 class CacheStoreService:
     """Handlers of the service. `changed` is called after the state of a lease may have changed.
 
-    `staging` is there when the pool is a StagedKvPool; `offer` is what is said of this side in handshakes.
+    `staging` is there when the pool is a StagedKvPool; `offer` is what is said of this side in handshakes, `listener`
+    what its transport tcp needs, `nixl` what nixl does.
     """
 
     def __init__(
@@ -104,12 +108,16 @@ class CacheStoreService:
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         workers: Executor | None = None,
+        listener: DataListener | None = None,
+        nixl: NixlLink | None = None,
     ) -> None:
+        self._nixl = nixl
         self._workers = workers
+        self._listener = listener
         self._identity = identity
         self._pool = pool
         self._staging = staging
-        self._offer = offer
+        self.offer = offer
         self._settings = settings
         self._table = table
         self._parking = parking
@@ -135,12 +143,15 @@ class CacheStoreService:
         result = "failed"
         try:
             await fault_async("cache_store.handshake", side="prefill", peer=context.peer(), rank=self._identity.rank)
+            request = wire.parse(pb.HandshakeRequest, data)
+            offer, better_soon = await self._offer_to(request)
             response = handshake.answer(
                 self._identity,
-                wire.parse(pb.HandshakeRequest, data),
-                self._offer,
+                request,
+                offer,
                 self._settings.checksum,
                 self._settings.lease_seconds,
+                better_soon,
             )
             result = "ok"
             return response.SerializeToString()
@@ -150,6 +161,21 @@ class CacheStoreService:
         finally:
             self._observe("handshakes_total", result=result)
             self._observe("handshake_seconds", self._clock() - began, result=result)
+
+    async def _offer_to(self, request: pb.HandshakeRequest) -> tuple[Offer, bool]:
+        """What is said to this caller, and whether more can be said soon: nixl is made ready by the first caller for
+        whom it is the best. Only one who can use no other transport waits for it."""
+        offer, caller = self.offer, (request.transports, request.host_id)
+        if self._nixl is None or offer.choose(*caller) != NIXL:
+            return offer, False
+        try:
+            if not offer.without(NIXL).choose(*caller):
+                await self._nixl.running()
+            return offer.showing(NIXL, self._nixl.describe()), False
+        except NotYet:
+            return offer.without(NIXL), True
+        except NixlUnavailable:
+            return offer.without(NIXL), False
 
     async def renew_lease(self, data: bytes, context: _Context) -> bytes:
         request = wire.parse(pb.RenewLeaseRequest, data)
@@ -271,8 +297,8 @@ class CacheStoreService:
         reference = request.reference
         generation = reference.generation if reference.HasField("generation") else None
         transport = request.transport or GRPC
-        if not self._offer.serves(transport):
-            served = [each for each in self._offer.transports if self._offer.serves(each)]
+        if not self.offer.serves(transport):
+            served = [each for each in self.offer.transports if self.offer.serves(each)]
             raise wire.out_of_range("transport", transport, ", ".join(served))
         direct = transport in ONE_SIDED
         # A notice has no payload: all blocks of a layer that are ready together are one event.
@@ -320,10 +346,19 @@ class CacheStoreService:
         )
         if reader.direct:
             return NoticeSender(link)
+        if request.transport == TCP:
+            assert self._listener is not None  # the offer serves tcp
+            return TcpSender(link, self._listener, self._tcp_source())
         if self._staging is not None:
             return StagedSender(link, self._staging)
         assert isinstance(self._pool, HostKvPool)
         return HostSender(link, self._pool)
+
+    def _tcp_source(self) -> Source:
+        if self._staging is not None:
+            return StagedSource(self._staging)
+        assert isinstance(self._pool, HostKvPool)
+        return HostSource(self._pool)
 
     async def _serve(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> None:
         try:

@@ -28,7 +28,10 @@ class AgentSettings:
     publish_timeout_s: float = 100.0  # P: longest wait of a load for the next publish; D: for P to run the request
     load_stall_timeout_s: float = 60.0  # P: an open load whose reader takes nothing this long stops renewing the lease
     bulk_channels: int = 4  # connections per peer for bulk data
-    threads: int = 4  # workers that put large events together out of host memory
+    data_connections: int = 512  # transport tcp: open connections of this side's port
+    data_token_timeout_s: float = 10.0  # longest time until a new connection, or that of a load, says a token
+    data_idle_s: float = 60.0  # how long a connection is kept for the next load
+    threads: int = 4  # workers that move bulk data, or put it together, in host memory
     # A one-sided transport: answer, and begin no further read, this long before the request's deadline.
     return_before_deadline_s: float = 0.1
     steal_before_deadline_s: float = 0.25

@@ -46,15 +46,15 @@ def test_transport_when_either_side_cannot_or_will_not_share_then_the_other_way_
             prefill.lease_ended()
             assert decode.count("kv_transfer_bytes_total", transport="grpc") == 3 * LAYOUT.block_bytes
     with nodes(Node("prefill", seed=1), StagedNode("decode", seed=2)) as (private, decode):
-        assert (private.agent.transports, decode.agent.transports) == (("ipc", "grpc"), ("ipc", "grpc"))
+        assert (private.agent.transports, decode.agent.transports) == (("ipc", "tcp", "grpc"),) * 2
         private.stage(KEY, [5])
         decode.load(private.source, KEY, [1])
-        assert decode.load_done().transport == "grpc", "its memory is in no file that others could open"
+        assert decode.load_done().transport == "tcp", "its memory is in no file that others could open"
         assert np.array_equal(decode.blocks([1]), private.blocks([5]))
         private.lease_ended()
 
 
-def test_memory_that_cannot_be_opened_then_grpc_is_used_with_one_warning(
+def test_memory_that_cannot_be_opened_then_the_next_transport_is_used_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = settings()
@@ -74,7 +74,7 @@ def test_memory_that_cannot_be_opened_then_grpc_is_used_with_one_warning(
         assert [record.message for record in caplog.records if "ipc" in record.message] == [
             f"peer={prefill.address}: transport ipc is left out: not permitted"
         ]
-        assert decode.count("kv_transfer_bytes_total", transport="grpc") == 6 * LAYOUT.block_bytes
+        assert decode.count("kv_transfer_bytes_total", transport="tcp") == 6 * LAYOUT.block_bytes
         assert_clean(prefill, decode)
 
 
@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_opened_when_ipc_is_demanded_then_the_peers_do_not
         decode.load(prefill.source, KEY, [1])
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
-        assert failed.error.metadata["transports"] == "ipc / grpc"
+        assert failed.error.metadata["transports"] == "ipc / tcp, grpc"
 
 
 def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(direct: Pair) -> None:

@@ -25,7 +25,8 @@ KEY = key_of(1)
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Node, Node]]:
-    with nodes(Node("prefill", seed=1), Node("decode", seed=2)) as (prefill, decode):
+    chosen = settings(transport="grpc")
+    with nodes(Node("prefill", chosen, seed=1), Node("decode", chosen, seed=2)) as (prefill, decode):
         yield prefill, decode
         faults.disarm()
 
@@ -184,7 +185,8 @@ def test_large_event_when_a_worker_puts_it_together_then_the_loop_serves_others_
         return original(self, *arguments)
 
     monkeypatch.setattr(Sender, "_encode", held)
-    with nodes(Node("prefill", settings(threads=2), seed=1), Node("decode", seed=2)) as (prefill, decode):
+    chosen = settings(threads=2, transport="grpc")
+    with nodes(Node("prefill", chosen, seed=1), Node("decode", chosen, seed=2)) as (prefill, decode):
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
         assert inside.wait(20)

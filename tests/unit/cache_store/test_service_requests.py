@@ -348,7 +348,7 @@ def test_load_with_a_broken_reference_is_refused_by_name(
     [
         ({"prompt_tokens": 0}, ErrorCode.INVALID_PARAMS, None),
         ({"checksum": "md5"}, ErrorCode.INVALID_PARAMS, None),
-        ({"transport": "tcp"}, ErrorCode.INVALID_PARAMS, None),
+        ({"transport": "nixl"}, ErrorCode.INVALID_PARAMS, None),
         ({"transport": "ipc"}, ErrorCode.INVALID_PARAMS, None),
         ({"chunk_bytes": 65535}, ErrorCode.INVALID_PARAMS, None),
         ({"chunk_bytes": (1 << 20) + 1}, ErrorCode.INVALID_PARAMS, None),

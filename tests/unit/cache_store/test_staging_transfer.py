@@ -462,5 +462,5 @@ def test_agent_when_it_closes_during_copies_then_it_waits_for_them_and_its_threa
 def test_agent_with_a_pool_in_host_memory_has_no_staging_and_no_marks() -> None:
     with nodes(Node("plain")) as (plain,):
         agent: CacheStoreAgent = plain.agent
-        assert (agent.mark(), agent.on_device, agent.transports) == (None, False, ("ipc", "grpc"))
+        assert (agent.mark(), agent.on_device, agent.transports) == (None, False, ("ipc", "tcp", "grpc"))
     assert WINDOW >= 2

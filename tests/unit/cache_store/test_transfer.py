@@ -28,7 +28,8 @@ KEY = key_of(1)
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Node, Node]]:
-    with nodes(Node("prefill", seed=1), Node("decode", seed=2)) as (prefill, decode):
+    chosen = settings(transport="grpc")
+    with nodes(Node("prefill", chosen, seed=1), Node("decode", chosen, seed=2)) as (prefill, decode):
         yield prefill, decode
         assert_clean(prefill, decode)
 

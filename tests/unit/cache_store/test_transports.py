@@ -13,7 +13,8 @@ from cache_store.agent import GroupLayout
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node, assert_clean, key_of, nodes, settings
-from tests.unit.cache_store.shared import SharedNode
+from tests.unit.cache_store.shared import SharedNode, needs_nixl
+from tests.unit.cache_store.staged import StagedNode
 
 WIDE = GroupLayout.of("full", num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
 
@@ -38,7 +39,13 @@ class Way:
             assert_clean(prefill, decode)
 
 
-WAYS = [Way("grpc", Node), Way("ipc", SharedNode)]
+WAYS = [
+    Way("grpc", Node),
+    Way("ipc", SharedNode),
+    Way("tcp", Node),
+    Way("tcp", StagedNode),
+    pytest.param(Way("nixl", SharedNode), marks=needs_nixl),
+]
 Pairs = Callable[..., AbstractContextManager[tuple[Node, Node]]]
 
 
