@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-from cache_store.agent import KvSourceRef, LoadDone
+from cache_store.agent import GroupLayout, KvSourceRef, LoadDone
 from cache_store.observations import ignore
 from cache_store.peers import FORGET_LOST_S, Peers, PeerState
 from cache_store.transports import Offer
@@ -215,6 +215,8 @@ async def test_peers_that_stay_lost_are_forgotten_with_their_channels() -> None:
 class Scripted(pb_grpc.CacheStoreServicer):
     """A cache store that answers a load with the events it is given, however wrong they are."""
 
+    groups = (LAYOUT.to_proto(),)
+
     def __init__(self, events: list[pb.LoadEvent | bytes], end: Exception | None = None) -> None:
         self.events = events
         self.end = end
@@ -223,7 +225,7 @@ class Scripted(pb_grpc.CacheStoreServicer):
     def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeResponse:
         return pb.HandshakeResponse(
             engine_id="prefill", tp_size=1, rank=0, transport="grpc", checksum="off", lease_seconds=30,
-            groups=[LAYOUT.to_proto()],
+            groups=self.groups,
         )  # fmt: skip
 
     def Load(self, request: pb.LoadRequest, context: object) -> Iterator[pb.LoadEvent]:
@@ -271,6 +273,21 @@ def test_scripted_peer_that_keeps_to_the_protocol_is_loaded_from() -> None:
     with scripted([*START, *ALL, *END]) as source, nodes(Node("decode")) as (decode,):
         decode.load(source, KEY, [1])
         decode.load_done()
+
+
+@pytest.mark.parametrize("block_size", [0, 6], ids=["absent", "of which neither is a multiple"])
+def test_handshake_when_the_peer_does_not_name_block_sizes_that_fit_then_it_is_a_breach(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = GroupLayout.of("full", num_layers=3, num_kv_heads=2, head_dim=8, block_size=6, dtype="bfloat16")
+    monkeypatch.setattr(Scripted, "groups", (other.to_proto(),) if block_size else ())
+    with scripted([*START, *ALL, *END]) as source, nodes(Node("decode")) as (decode,):
+        decode.load(source, KEY, [1])
+        error = decode.load_failed().error
+        assert (error.code, error.breach) == (ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "absent_field")
+        assert "block sizes" in error.metadata["breach"]
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
+        assert_clean(decode)
 
 
 @pytest.mark.invariant("RPC-10", "RPC-13")

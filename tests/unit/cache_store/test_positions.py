@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from cache_store.reader import WantedGroup
 from cache_store.rows import Rows
 from cache_store.tp_mapping import head_range, read_plan
 from rpc.block_sizes import block_sizes_fit
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.cache_store.lease_fixtures import Clock, make_table
 
 SIZES = (4, 8, 16, 64)
 HEAD_DIM = 2
@@ -108,6 +111,50 @@ def test_rows_when_sizes_and_ranks_differ_then_each_byte_is_written_once_with_th
         assert set(beyond.tolist()) <= {*whole.reshape(-1).tolist(), 0x5D * 0x01010101}
         if d_size > p_size and tokens % p_size == 0:
             assert set(beyond.tolist()) <= set(whole.reshape(-1).tolist())
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.sampled_from(UNEQUAL), st.data())
+def test_reader_when_layers_advance_in_any_order_then_each_block_is_handed_out_once_and_not_before_its_tokens(
+    sizes: tuple[int, int], data: Any
+) -> None:
+    p_size, d_size = sizes
+    layers = 2
+    made = GroupLayout.of(
+        "full", num_layers=layers, num_kv_heads=1, head_dim=HEAD_DIM, block_size=p_size, dtype="float32"
+    )
+    tokens = data.draw(st.integers(1, 3 * max(sizes)))
+    first = data.draw(st.integers(0, -(-tokens // d_size)))
+    table = make_table(Clock(), layouts=(made,))
+    count = made.num_blocks(tokens)
+    ready = data.draw(st.integers(0, tokens))
+    table.admit("r#0.00000000", 1, tokens, {"full": list(range(count))}, ready)
+    wanted = WantedGroup(made, first, -(-tokens // d_size) - first, positions=Positions(p_size, d_size, tokens))
+    beyond = replace(wanted, num_blocks=wanted.num_blocks + 1)
+    with pytest.raises(BatonError) as caught:
+        table.open_load("r#0.00000000", None, tokens, (beyond,), 4096)
+    assert caught.value.code is ErrorCode.KV_STALE_REFERENCE
+    reader = table.open_load("r#0.00000000", None, tokens, (wanted,), data.draw(st.sampled_from([1, 4096, 1 << 20])))
+    assert reader is not None
+    have = [tokens if ready == tokens else ready // p_size * p_size] * layers
+    handed: list[list[int]] = [[] for _ in range(layers)]
+    while True:
+        while (run := reader.next_run()) is not None:
+            for block in range(run.first, run.first + run.count):
+                assert have[run.layer] >= min((block + 1) * d_size, tokens)
+                handed[run.layer].append(block)
+        for layer in range(layers):  # nothing that is ready is held back
+            assert handed[layer] == [
+                block for block in range(first, wanted.end) if have[layer] >= min((block + 1) * d_size, tokens)
+            ]
+        behind = [layer for layer in range(layers) if have[layer] < tokens]
+        if not behind:
+            break
+        layer = data.draw(st.sampled_from(behind))
+        upto = data.draw(st.integers(have[layer] // p_size + 1, count))
+        table.publish("r#0.00000000", "full", layer, upto)
+        have[layer] = min(upto * p_size, tokens)
+    assert reader.exhausted()
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), UNEQUAL)
