@@ -36,6 +36,10 @@ class Fetcher(Protocol):
         """
         ...
 
+    def usable(self, memory: PeerMemory) -> bool:
+        """False: what was opened is of no use any more, and the peer has to be asked anew."""
+        ...
+
     def give_up(self, memory: PeerMemory) -> None:
         """A load has ended while copies from there are under way, for which its blocks are held."""
         ...
@@ -103,6 +107,9 @@ class DeviceFetcher:
         self._staging.when_written(ticket, completed)
         return done
 
+    def usable(self, memory: PeerMemory) -> bool:
+        return True
+
     def give_up(self, memory: PeerMemory) -> None:
         return  # they end by themselves
 
@@ -143,6 +150,9 @@ class HostFetcher:
 
         self._workers.submit(copy)
         return done
+
+    def usable(self, memory: PeerMemory) -> bool:
+        return True
 
     def give_up(self, memory: PeerMemory) -> None:
         return  # they end by themselves

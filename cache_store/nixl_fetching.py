@@ -65,6 +65,10 @@ class NixlFetcher:
             waiting.add_done_callback(lambda reached: read(reached.exception()))
         return done
 
+    def usable(self, memory: PeerMemory) -> bool:
+        assert isinstance(memory, NixlPeer)
+        return self.link.session is memory.session
+
     def give_up(self, memory: PeerMemory) -> None:
         """A load from there has ended while reads of it are under way. They end in bounded time."""
         assert isinstance(memory, NixlPeer)

@@ -1,0 +1,344 @@
+"""The transport nixl: real NIXL agents in their processes, peers that end or stand still, and machines without it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_store import nixl_fetching, nixl_link, offering, peers
+from cache_store.nixl_fetching import NixlFetcher
+from cache_store.nixl_link import NixlLink, ReadFailed
+from cache_store.regions import file_regions
+from cache_store.rows import Rows
+from cache_store.shared_memory import MemoryFile
+from cache_store.staging import MemoryUnavailable
+from protos import cache_store_pb2 as pb
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.shared import SharedNode, needs_nixl
+from tests.unit.cache_store.staged import HeldMark
+
+KEY = key_of(1)
+WAIT_S = 20.0
+Pair = tuple[Node, Node]
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX reads by messages that the owner's process has to answer, as between machines without RDMA."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def link_of(node: Node) -> NixlLink:
+    assert node.agent._nixl is not None
+    return node.agent._nixl
+
+
+def pid_of(node: Node) -> int:
+    session = link_of(node).session
+    assert session is not None and session.body is not None
+    return session.body.pid  # type: ignore[attr-defined]
+
+
+def reads_of(node: Node) -> int:
+    session = link_of(node).session
+    return 0 if session is None else len(session.reads)
+
+
+@contextmanager
+def pair(transport: str = "nixl", **more: float | str) -> Iterator[Pair]:
+    chosen = settings(transport=transport, **more)
+    with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
+        yield prefill, decode
+        assert_clean(prefill, decode)
+
+
+@contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def begin_hanging_load(prefill: Node, decode: Node, theirs: list[int], own: list[int], key: str = KEY) -> None:
+    """A load whose reads have begun, and wait for a process of the peer that stands still."""
+    prefill.stage(key, theirs)
+    decode.load(prefill.source, key, own)
+    until(lambda: reads_of(decode) == LAYOUT.num_layers, "the reads have begun")
+
+
+def warm_up(prefill: Node, decode: Node) -> None:
+    prefill.stage(key_of(99), [60])
+    decode.load(prefill.source, key_of(99), [60])
+    assert decode.load_done().transport == "nixl"
+    prefill.lease_ended()
+
+
+@needs_nixl
+@pytest.mark.usefixtures("over_tcp")
+def test_read_when_the_peers_process_is_killed_in_its_middle_then_a_typed_error_and_the_reload_is_served() -> None:
+    with pair() as (prefill, decode):
+        warm_up(prefill, decode)
+        pid = pid_of(prefill)
+        with standing_still(pid):
+            begin_hanging_load(prefill, decode, [5, 6], [1, 2])
+            os.kill(pid, signal.SIGKILL)
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.CONNECTION_RESET_BY_PEER
+        assert failed.retriable_here and failed.foreign and failed.transport == "nixl"
+        assert reads_of(decode) == 0
+        decode.load(prefill.source, KEY, [3, 4], reload=True)  # its process has been started anew
+        decode.load_done()
+        assert np.array_equal(decode.blocks([3, 4]), prefill.blocks([5, 6]))
+        prefill.lease_ended()
+
+
+@needs_nixl
+@pytest.mark.usefixtures("over_tcp")
+def test_read_when_the_peer_stands_still_then_blocks_come_back_once_the_own_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_fetching, "HANG_S", 0.5)
+    with pair() as (prefill, decode):
+        warm_up(prefill, decode)
+        own = pid_of(decode)
+        with standing_still(pid_of(prefill)):
+            begin_hanging_load(prefill, decode, [5, 6], [1, 2])
+            decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED, "left"))
+            assert decode.load_failed().error.code is ErrorCode.CANCELLED
+            assert not Path(f"/proc/{own}").exists(), "what wrote the blocks is gone before they come back"
+            marker = np.full(LAYOUT.block_bytes, 77, np.uint8)
+            for layer in decode.memory["full"]:
+                layer[[1, 2]] = marker
+        prefill.lease_ended()
+        prefill.stage(key_of(2), [7])
+        decode.load(prefill.source, key_of(2), [3])
+        decode.load_done()
+        assert np.array_equal(decode.blocks([3]), prefill.blocks([7]))
+        assert all((layer[[1, 2]] == marker).all() for layer in decode.memory["full"])
+        prefill.lease_ended()
+
+
+@needs_nixl
+@pytest.mark.usefixtures("over_tcp")
+def test_read_when_the_lease_ends_before_it_is_done_then_the_load_fails() -> None:
+    with pair(lease_seconds=0.5) as (prefill, decode):
+        warm_up(prefill, decode)
+        with standing_still(pid_of(prefill)):
+            begin_hanging_load(prefill, decode, [5, 6], [1, 2])
+            ended = prefill.lease_ended()
+            assert (ended.outcome, ended.cause) == ("expired", "never_released")
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED and failed.foreign
+
+
+@needs_nixl
+def test_process_when_the_agent_closes_then_it_has_ended() -> None:
+    with pair() as made:
+        pids = [pid_of(node) for node in made]
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.fixture
+def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that are made take themselves to be on machines of their own."""
+    hosts = (f"host-{number}" for number in itertools.count())
+    monkeypatch.setattr(offering, "this_host", lambda: next(hosts))
+    monkeypatch.setattr(peers, "BETTER_SOON_S", 0.0)
+
+
+numbers = itertools.count(1000)
+
+
+def load_until(prefill: Node, decode: Node, transport: str) -> list[str]:
+    """Loads one after the other until one goes by `transport`; what each went by."""
+    used: list[str] = []
+
+    def load() -> bool:
+        key = key_of(next(numbers))
+        prefill.stage(key, [5])
+        decode.load(prefill.source, key, [1])
+        used.append(decode.load_done().transport)
+        assert np.array_equal(decode.blocks([1]), prefill.blocks([5]))
+        prefill.lease_ended()
+        return used[-1] == transport
+
+    until(load, f"a load by {transport}")
+    return used
+
+
+@needs_nixl
+@pytest.mark.usefixtures("two_machines")
+def test_auto_between_two_machines_then_nixl_is_made_when_it_is_asked_for_and_nobody_waits_for_it() -> None:
+    with pair("auto") as (prefill, decode):
+        assert prefill.agent.transports == ("ipc", "nixl", "tcp", "grpc")
+        assert link_of(prefill).session is None and link_of(decode).session is None
+        used = load_until(prefill, decode, "nixl")
+        assert used[0] == "tcp"
+        assert decode.count("kv_transport_fallbacks_total") == 0
+
+
+@needs_nixl
+@pytest.mark.usefixtures("two_machines")
+@pytest.mark.parametrize("damage", ["random", "cut", "another address"])
+def test_metadata_of_a_peer_when_it_is_damaged_then_another_transport_is_used_with_one_warning(
+    damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    describe = NixlLink.describe
+
+    def damaged(link: NixlLink) -> pb.SharedPool:
+        shared = describe(link)
+        if damage == "random":
+            shared.agent = np.random.default_rng(1).bytes(len(shared.agent))
+        elif damage == "cut":
+            shared.agent = shared.agent[: len(shared.agent) // 2]
+        else:
+            shared.layers[0].offset += 1 << 40
+        return shared
+
+    monkeypatch.setattr(NixlLink, "describe", damaged)
+    with pair("auto") as (prefill, decode), caplog.at_level(logging.WARNING, "cache_store"):
+
+        def left_out() -> bool:
+            load_until(prefill, decode, "tcp")
+            return decode.count("kv_transport_fallbacks_total", transport="nixl", reason="memory") == 1
+
+        until(left_out, "nixl is left out")
+        assert load_until(prefill, decode, "tcp") == ["tcp"]
+        said = [record.getMessage() for record in caplog.records if "nixl" in record.getMessage()]
+        assert len(said) == 1 and said[0].startswith(f"peer={prefill.address}: transport nixl is left out: ")
+
+
+def test_package_when_it_is_absent_then_auto_goes_without_it_and_a_demand_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(offering, "installed", lambda: False)
+    with caplog.at_level(logging.INFO, "cache_store"), nodes(SharedNode("prefill", settings())) as (prefill,):
+        assert prefill.agent.transports == ("ipc", "tcp", "grpc")
+        assert prefill.count("kv_transport_fallbacks_total", transport="nixl", reason="absent") == 1
+    said = [record for record in caplog.records if "nixl" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO]
+    with pytest.raises(BatonError) as refused:
+        SharedNode("prefill", settings(transport="nixl"))
+    assert refused.value.code is ErrorCode.INVALID_PARAMS
+    assert "--kv-transport nixl" in refused.value.message and "baton[nixl]" in refused.value.message
+
+
+@pytest.mark.usefixtures("two_machines")
+def test_process_when_it_cannot_start_then_auto_goes_without_it_with_one_warning_and_a_demand_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(offering, "installed", lambda: True)
+    monkeypatch.setattr(nixl_link, "MODULE", "cache_store.there_is_no_such_module")
+    with pair("auto") as (prefill, decode):
+        with caplog.at_level(logging.WARNING, "cache_store"):
+            load_until(prefill, decode, "tcp")
+            until(
+                lambda: prefill.count("kv_transport_fallbacks_total", transport="nixl", reason="failed") == 1, "tried"
+            )
+            assert load_until(prefill, decode, "tcp") == ["tcp"]
+        said = [record for record in caplog.records if "transport nixl is not possible" in record.getMessage()]
+        assert len(said) == 1
+    with pytest.raises(BatonError) as refused:
+        SharedNode("prefill", settings(transport="nixl"))
+    assert refused.value.code is ErrorCode.INVALID_PARAMS
+    assert "--kv-transport nixl" in refused.value.message
+
+
+# ---- the link by itself
+
+
+class Memory:
+    """Two layers of 64 rows of 4096 bytes in files."""
+
+    def __init__(self, seed: int) -> None:
+        self.files = {("full", layer): MemoryFile(64 * 4096) for layer in range(2)}
+        self.rows = {place: np.frombuffer(file.view, np.uint8).reshape(64, 4096) for place, file in self.files.items()}
+        for place, rows in self.rows.items():
+            rows[:] = np.random.default_rng((seed, place[1])).integers(0, 256, rows.shape, np.uint8)
+        self.link = NixlLink(f"memory-{seed}", file_regions(self.files))
+
+
+def with_links(body: Callable[[Memory, Memory], Awaitable[None]]) -> None:
+    async def run() -> None:
+        theirs, own = Memory(1), Memory(2)
+        try:
+            await asyncio.gather(theirs.link.running(), own.link.running())
+            async with asyncio.timeout(WAIT_S):
+                await body(theirs, own)
+        finally:
+            await asyncio.gather(theirs.link.close(), own.link.close())
+
+    asyncio.run(run())
+
+
+def rows(layer: int, *numbers: int) -> Rows:
+    return Rows("full", layer, 4096, numbers)
+
+
+@needs_nixl
+def test_read_when_a_point_of_the_computation_is_not_reached_then_it_has_not_begun() -> None:
+    async def body(theirs: Memory, own: Memory) -> None:
+        loop, mark = asyncio.get_running_loop(), HeldMark()
+        fetcher = NixlFetcher(own.link, True, None)  # type: ignore[arg-type]  # the loop's own workers
+        peer = await fetcher.open(theirs.link.describe())
+        before = own.rows["full", 0].copy()
+        first = await fetcher.begin(peer, rows(0, 1, 2), rows(0, 5, 9), mark)
+        second = await fetcher.begin(peer, rows(1, 1, 2), rows(1, 5, 9), mark)
+        free = await fetcher.begin(peer, rows(0, 3), rows(0, 30), None)
+        await free
+        assert np.array_equal(own.rows["full", 0][[5, 9]], before[[5, 9]]) and not first.done() and not second.done()
+        loop.call_soon(mark.reached.set)
+        await asyncio.gather(first, second)
+        for layer in range(2):
+            assert np.array_equal(own.rows["full", layer][[5, 9]], theirs.rows["full", layer][[1, 2]])
+        with pytest.raises(IndexError):
+            await fetcher.begin(peer, rows(0, 64), rows(0, 1), None)
+        fetcher.close()
+
+    with_links(body)
+
+
+@needs_nixl
+def test_process_when_it_is_killed_then_its_reads_fail_at_once_and_the_next_one_serves() -> None:
+    async def body(theirs: Memory, own: Memory) -> None:
+        shared = theirs.link.describe()
+        peer = await own.link.open(shared)
+        session = own.link.session
+        assert session is not None and session.body is not None
+        session.kill()
+        with pytest.raises(ReadFailed, match="signal 9"):
+            await own.link.read(peer, rows(0, 1), rows(0, 2))
+        await session.over
+        again = await own.link.open(shared)
+        await own.link.read(again, rows(0, 1), rows(0, 2))
+        assert np.array_equal(own.rows["full", 0][2], theirs.rows["full", 0][1])
+        with pytest.raises(ReadFailed):
+            await own.link.read(peer, rows(0, 1), rows(0, 2))
+
+    with_links(body)
+
+
+@needs_nixl
+def test_memory_of_another_kind_then_it_is_not_opened() -> None:
+    async def body(theirs: Memory, own: Memory) -> None:
+        shared = theirs.link.describe()
+        for kind in ("host", "cuda", ""):
+            shared.kind = kind
+            with pytest.raises(MemoryUnavailable):
+                await own.link.open(shared)
+
+    with_links(body)
