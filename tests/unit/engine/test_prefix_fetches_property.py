@@ -24,8 +24,10 @@ class TieredEngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 7, 16]),
         chunked=st.sampled_from([True, True, False]),
         least=st.sampled_from([1, 1, 9]),
+        mode=st.sampled_from(MODES[:3]),
+        filled=st.integers(-1, 5),
     )
-    def start(self, num_blocks, budget, chunked, least):
+    def start(self, num_blocks, budget, chunked, least, mode, filled):
         self.tiers = ScriptedTiers()
         self.engine = ScriptedEngine(
             num_blocks=num_blocks,
@@ -40,12 +42,20 @@ class TieredEngineMachine(RuleBasedStateMachine):
         )
         self.engine.step_s = 0.05
         self.requests = {}
+        self.restore()
+        # The first request's beginning is asked for, or so many of its blocks have come.
+        self.add(mode, 20, [1, 2], 4, 0, None, -1)
+        if filled >= 0:
+            self.tiers.answer(self.tiers.looking[0])
+            self.engine.step()
+            for fetch in self.tiers.loading:
+                self.tiers.fill(fetch, filled)
 
     # -- requests -------------------------------------------------------------------------------------------
 
     @rule(
         mode=st.sampled_from(MODES),
-        length=st.integers(1, 20),
+        length=st.sampled_from([3, 9, 13, 17, 20, 20]),
         tail=st.lists(st.integers(1, 2), max_size=2),
         max_tokens=st.integers(1, 8),
         priority=st.sampled_from([0, 0, 1]),
@@ -82,11 +92,11 @@ class TieredEngineMachine(RuleBasedStateMachine):
     def end_lease(self, data, outcome):
         self.engine.lease_ended(data.draw(st.sampled_from(list(self.engine.transfer.leases))), outcome)
 
-    @rule(seconds=st.sampled_from([0.05, 0.35, 2.0]))
+    @rule(seconds=st.sampled_from([0.05, 0.05, 0.35, 2.0]))
     def wait(self, seconds):
         self.engine.wait(seconds)
 
-    @rule(what=st.sampled_from(["pool", "pool", "everything", "step"]))
+    @rule(what=st.sampled_from(["pool", "pool", "pool", "everything", "step"]))
     def flush_or_fail_a_step(self, what):
         if what == "step":
             self.engine.fail_next = BatonError(ErrorCode.EXECUTION_EXCEPTION, "broken")
@@ -109,6 +119,18 @@ class TieredEngineMachine(RuleBasedStateMachine):
         fetch = data.draw(st.sampled_from(self.tiers.looking))
         (self.tiers.answer if ends else self.tiers.find)(fetch)
 
+    @precondition(lambda self: self.tiers.looking)
+    @rule(fills=st.booleans())
+    def answer_all_and_begin_to_load(self, fills):
+        for fetch in list(self.tiers.looking):
+            self.tiers.answer(fetch)
+        self.engine.step()
+        if fills:
+            for fetch in list(self.tiers.loading):
+                self.tiers.fill(fetch)
+                self.tiers.end(fetch)
+            self.engine.step()
+
     @precondition(lambda self: self.tiers.loading)
     @rule(data=st.data(), count=st.integers(1, 5))
     def fill(self, data, count):
@@ -124,7 +146,15 @@ class TieredEngineMachine(RuleBasedStateMachine):
     def lose(self, data):
         del self.tiers.stored[data.draw(st.sampled_from(list(self.tiers.stored)))]
 
-    @rule(busy=st.booleans())
+    @rule()
+    def restore(self):
+        """Another server has put the blocks of BASE there."""
+        size = self.engine.limits.block_size
+        hashes = self.engine.kv.chains()[size].extend(BASE, len(BASE) // size)
+        for index, block_hash in enumerate(hashes):
+            self.tiers.stored[block_hash] = tuple(BASE[index * size : (index + 1) * size])
+
+    @rule(busy=st.sampled_from([False, False, True]))
     def hang(self, busy):
         self.tiers.busy = busy
 
@@ -195,7 +225,7 @@ class TieredEngineMachine(RuleBasedStateMachine):
 
 
 TieredEngineMachine.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=80,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
