@@ -9,7 +9,8 @@ Up: a `Fetch` is first looked up, which tells how many leading blocks the tiers 
 into blocks that the engine has reserved. A record is copied into memory of the reading thread, and its key and checksum
 are compared there; only then is it copied on into the pool. `Fetch.good` tells the leading blocks that are complete.
 The engine may give a fetch up at any time by `cancel`; nothing writes into its blocks once it has come out of `poll`.
-What was found in a farther tier is written to the nearer ones too.
+Once its prompt is admitted, the engine names its blocks again, and tiers that lack one get it: so what was found far
+away comes nearer, and what one tier has lost comes back.
 """
 
 from __future__ import annotations
@@ -332,10 +333,8 @@ class TierStore:
                     return
                 filled = numbers[: len(payloads)]
                 self._copies.write(payloads, [fetch.blocks[number] for number in filled], fetch.after)
-                self._news.observe("kv_tier_hit_blocks_total", len(filled), tier=lane.name)
-                for number, record in zip(filled, records, strict=False):
+                for number in filled:
                     fetch.complete[number] = 1
-                    self._promote(fetch, lane, number, record)
         except Exception as error:
             if count := self._failures.occurred("load"):
                 _log.warning("KV blocks could not be copied from a tier", exc_info=error, extra={"occurrences": count})
@@ -347,23 +346,18 @@ class TierStore:
         return fetch.cancelled or number >= fetch.failed
 
     def _get(self, fetch: Fetch, lane: TierLane, number: int, record: bytearray) -> memoryview | None:
-        """The payload of a block, checked; it lies in `record`."""
+        """The payload of a block, checked; it lies in `record`. Where the tier has lost it since the look-up, another
+        one of this server may have it."""
         key = fetch.keys[fetch.offset + number]
-        if not lane.get(key, memoryview(record)):
-            return None
-        payload = open_record(key, record)
-        if payload is None:
-            lane.damaged(key)
-        return payload
-
-    def _promote(self, fetch: Fetch, lane: TierLane, number: int, record: bytearray) -> None:
-        """Writes a record to the tiers of this server that are nearer than the one that it came from."""
-        key = fetch.keys[fetch.offset + number]
-        nearer = [each for each in self._lanes[: self._lanes.index(lane)] if not each.shared and not each.has(key)]
-        if nearer:
-            kept = bytes(record)
-            for each in nearer:
-                each.offer(key, kept, fetch.epoch, 0.0)
+        for each in (lane, *(other for other in self._lanes if not other.shared and other is not lane)):
+            if not each.get(key, memoryview(record)):
+                continue
+            payload = open_record(key, record)
+            if payload is not None:
+                self._news.observe("kv_tier_hit_blocks_total", tier=each.name)
+                return payload
+            each.damaged(key)
+        return None
 
     def _own_records(self) -> list[bytearray]:
         records: list[bytearray] | None = getattr(self._buffers, "records", None)

@@ -56,8 +56,8 @@ def test_store_when_blocks_lie_in_several_tiers_then_takes_each_from_the_nearest
         assert [pool.block(number) for number in range(20, 32)] == before[1:13]
         hits = [pool.count("hit_blocks_total", tier=name) for name in ("host", "disk", "mooncake")]
         assert hits == [3, 2, 7]
-        until(lambda: pool.store.idle, "what was found far away is written near")
-        assert (host.stats().blocks, disk.stats().blocks) == (12, 11)  # what was in the host stays there alone
+        pool.write(range(20, 32))  # as the engine does with what a prompt has found
+        assert (host.stats().blocks, disk.stats().blocks) == (12, 12)
 
 
 def test_store_when_every_tier_has_a_block_then_it_is_not_copied_again() -> None:
@@ -330,6 +330,18 @@ def test_store_when_the_host_is_full_then_the_disk_still_has_everything(tmp_path
         pool.write(range(1, 11))
         assert pool.load(pool.look_up(10), range(20, 30)) == 10
         assert pool.count("evicted_blocks_total", tier="host") >= 8
+
+
+def test_store_when_a_tier_loses_a_block_after_the_look_up_then_takes_it_from_another_one(tmp_path: Path) -> None:
+    host = HostTier(1 << 30)
+    with below(host, DiskTier(tmp_path, 1 << 30)) as pool:
+        before = [pool.block(number) for number in range(40)]
+        pool.write(range(1, 5))
+        fetch = pool.look_up(4)
+        host.discard(pool.store._keys.key(key_of(2)))
+        assert pool.load(fetch, [20, 21, 22, 23]) == 4
+        assert [pool.block(number) for number in range(20, 24)] == before[1:5]
+        assert (pool.count("hit_blocks_total", tier="host"), pool.count("hit_blocks_total", tier="disk")) == (3, 1)
 
 
 @pytest.mark.parametrize(
