@@ -199,7 +199,7 @@ class MooncakeTier:
         """The records are the other servers' too, and named by what they depend on: they stay."""
 
     def stats(self) -> TierStats:
-        return TierStats()
+        return TierStats(wasted_blocks=self._ahead.wasted)
 
     def close(self) -> None:
         self.link.close()

@@ -117,7 +117,7 @@ class TierStore:
         self._lock = threading.Lock()  # of the counters of fetches
         self._ended: deque[Fetch] = deque()
         self._failures = LogLimit()
-        self._evicted = dict.fromkeys((lane.name for lane in self._lanes), 0)
+        self._told = {lane.name: TierStats() for lane in self._lanes}
         self._closed = False
         self._changed = threading.Condition()
         self._writes: deque[_Write] = deque()
@@ -201,11 +201,14 @@ class TierStore:
 
     def take_observations(self) -> list[Observation]:
         for lane in self._lanes:
-            evicted = lane.stats().evicted_blocks
-            if evicted > self._evicted[lane.name]:
-                new = evicted - self._evicted[lane.name]
+            told, stats = self._told[lane.name], lane.stats()
+            if stats.evicted_blocks > told.evicted_blocks:
+                new = stats.evicted_blocks - told.evicted_blocks
                 self._news.observe("kv_tier_evicted_blocks_total", new, tier=lane.name)
-                self._evicted[lane.name] = evicted
+            if stats.wasted_blocks > told.wasted_blocks:
+                new = stats.wasted_blocks - told.wasted_blocks
+                self._news.observe("kv_tier_wasted_blocks_total", new, tier=lane.name)
+            self._told[lane.name] = stats
         return self._news.take()
 
     def stats(self) -> dict[str, TierStats]:

@@ -17,6 +17,7 @@ class TierStats:
     stored_bytes: int = 0
     limit_bytes: int = 0
     evicted_blocks: int = 0  # since the start, for want of room
+    wasted_blocks: int = 0  # since the start: fetched before they were asked for, which nobody did
 
 
 class TierError(Exception):

@@ -131,6 +131,7 @@ def test_tier_when_reads_are_given_up_then_later_ones_have_their_slots(shared: l
         assert reader.find(keys[start:]) == 60 - start
         record = read(reader, keys[start])
         assert record is not None and right(keys[start], record)
+    assert reader.stats().wasted_blocks > 0
 
 
 def test_tier_when_a_record_is_damaged_then_its_reader_sees_it_and_it_can_be_written_anew(

@@ -58,7 +58,9 @@ def test_roles_do_not_share_families_of_one_of_them() -> None:
 
 def test_conditional_families_exist_only_under_their_condition() -> None:
     plain = set(families_of("decode"))
-    assert set(families_of("decode", colocated=True)) - plain == {
+    tiers = {name for name in FAMILIES if name.startswith("baton_kv_tier_")}
+    assert tiers and not tiers & plain
+    assert set(families_of("decode", colocated=True)) - plain - tiers == {
         "baton_prefill_cuda_graph_requests_total",
         "baton_prefill_cuda_graph_init",
         "baton_prefill_cuda_graph_replays_total",
