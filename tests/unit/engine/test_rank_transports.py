@@ -8,29 +8,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_store.transports import GRPC, IPC
-from tests.unit.cache_store.agents import key_of, prefill_result
+from cache_store.transports import GRPC, IPC, NIXL, TCP
+from tests.unit.cache_store.agents import key_of, prefill_result, settings
+from tests.unit.cache_store.shared import needs_nixl
 from tests.unit.engine.rank_servers import HEAD_DIM, NUM_LAYERS, HostRankNode, RankNode, RankServer, servers
 
 KEY = key_of(1)
 POOL = 40
 TOKENS = 70  # ends inside a block of either side
-TRANSPORTS = (GRPC, IPC)
-NODES: tuple[type[RankNode] | type[HostRankNode], ...] = (HostRankNode, RankNode)
 TP = (1, 2, 4)
 HEADS = (4, 2, 1)  # of two and one, ranks hold copies
 BLOCKS = ((4, 4), (4, 16), (16, 4))
+NodeType = type[RankNode] | type[HostRankNode]
+# nixl knows no copy engine of host threads; on a GPU it reads the pool itself, as in host memory.
+WAYS: tuple[tuple[str, NodeType], ...] = (
+    *((transport, node) for transport in (GRPC, IPC, TCP) for node in (HostRankNode, RankNode)),
+    (NIXL, HostRankNode),
+)
 
 
 def cases() -> list[Any]:
     """All of them; those that always run have every pair of sizes, and every value of the rest several times."""
     found = []
-    rest = list(product(TRANSPORTS, NODES, HEADS, BLOCKS))
+    rest = list(product(WAYS, HEADS, BLOCKS))
     for number, sizes in enumerate(product(TP, TP)):
-        always = {(5 * number + step) % len(rest) for step in (0, 7, 19)}
-        for index, (transport, node, heads, blocks) in enumerate(rest):
+        always = {(5 * number + step) % len(rest) for step in (0, 22, 43)}
+        for index, ((transport, node), heads, blocks) in enumerate(rest):
             name = f"p{sizes[0]}-d{sizes[1]}-h{heads}-b{blocks[0]}to{blocks[1]}-{transport}-{node.__name__}"
-            marks = [] if index in always else [pytest.mark.extended]
+            # With nixl each agent has a process of its own.
+            costly = transport == NIXL and sum(sizes) > 3
+            marks = [] if index in always and not costly else [pytest.mark.extended]
+            if transport == NIXL:
+                marks.append(needs_nixl)
             found.append(pytest.param(sizes, heads, blocks, transport, node, id=name, marks=marks))
     return found
 
@@ -41,14 +50,15 @@ def test_load_when_ranks_and_block_sizes_differ_then_each_rank_has_its_heads_of_
     heads: int,
     blocks: tuple[int, int],
     transport: str,
-    node: type[RankNode] | type[HostRankNode],
+    node: NodeType,
 ) -> None:
     rng = np.random.default_rng(3)
     whole = rng.integers(0, 256, (NUM_LAYERS, 2, heads, TOKENS, 2 * HEAD_DIM), np.uint8)
     theirs = rng.permutation(POOL)[: -(-TOKENS // blocks[0])].tolist()
     all_of = rng.permutation(POOL)[: -(-TOKENS // blocks[1])].tolist()
+    chosen = settings(transport=transport, chunk_bytes=64 * 1024, staging_slots=8)
     made = [
-        RankServer(name, tp, heads, transport=transport, seed=seed, block_size=size, pool_blocks=POOL, node=node)
+        RankServer(name, tp, heads, seed=seed, agent_settings=chosen, block_size=size, pool_blocks=POOL, node=node)
         for name, tp, size, seed in zip(("prefill", "decode"), sizes, blocks, (1, 100), strict=True)
     ]
     with servers(*made) as (prefill, decode):
