@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from cache_store.tiers.mooncake import DEFAULT_SEGMENT_BYTES, LEAST_SEGMENT_BYTES, MooncakeAddress
+from cache_store.tiers.mooncake import DEFAULT_SEGMENT_BYTES, LEAST_SEGMENT_BYTES, MooncakeAddress, open_tier
 from rpc.errors import BatonError, ErrorCode
 
 
@@ -64,3 +66,24 @@ def test_address_when_it_has_a_password_then_is_refused_without_repeating_it() -
     with pytest.raises(BatonError) as caught:
         MooncakeAddress.parse("mooncake://me:secret@m:5")
     assert "--kv-tier" in str(caught.value) and "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "says"),
+    [
+        ("raise ImportError('libibverbs.so.1: cannot open shared object file')", "libibverbs.so.1"),
+        ("import os; os._exit(3)", "status 3"),
+    ],
+    ids=["a library is missing", "it ends its process"],
+)
+def test_tier_when_the_client_cannot_be_loaded_then_the_start_is_refused_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, says: str
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text(package)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(BatonError) as caught:
+        open_tier("mooncake://127.0.0.1:1", 4096, 0.5)
+    assert caught.value.code == ErrorCode.INVALID_PARAMS
+    for text in ("--kv-tier", "extra `mooncake`", "libnuma1", says):
+        assert text in str(caught.value)
