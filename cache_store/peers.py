@@ -272,8 +272,8 @@ class Peers:
             peer.not_yet.add(transport)
             return None
         except MemoryUnavailable as error:
-            peer.closed_to_us.add(transport)
-            if self._offer.without(*peer.closed_to_us).transports:
+            if self._offer.without(transport, *peer.closed_to_us).transports:
+                peer.closed_to_us.add(transport)
                 if not isinstance(error, NixlUnavailable):  # which is counted where it is found
                     self._observe("kv_transport_fallbacks_total", transport=transport, reason="memory")
                 _log.warning("peer=%s: transport %s is left out: %s", peer.address, transport, error)
@@ -292,9 +292,9 @@ class Peers:
         try:
             connection = await self.dialer.take(peer.address, response.data_port, response.engine_id)
         except BatonError as error:
-            peer.closed_to_us.add(TCP)
-            if not self._offer.without(*peer.closed_to_us).transports:
+            if not self._offer.without(TCP, *peer.closed_to_us).transports:
                 raise
+            peer.closed_to_us.add(TCP)
             self._observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
             _log.warning(
                 "peer=%s: transport tcp is not possible, so it is left out: data port %d: %s",
@@ -390,5 +390,8 @@ class Peers:
             return answer
         except grpc.RpcError as exc:
             error = from_rpc_error(exc, leg="cache_store", deadline_passed=False, was_ready=True)
+            if error.code is ErrorCode.CANCELLED and "grpc_code" in error.metadata:  # by the peer, which stops
+                text = "the prefill server ended the call"
+                error = BatonError(ErrorCode.CONNECTION_RESET_BY_PEER, text, metadata=error.metadata)
             self._channels.check(address)
             raise error from None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -30,9 +31,7 @@ from cache_store.staging import Slot, Staging, Ticket, settled
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 
-# Events that are being received, or wait for their turn on the socket. More of them only hold slots.
-AHEAD = 8
-AHEAD_STAGED = 4
+AHEAD = 4  # events of one load that have a slot
 # The peer's own cause, which says more than the end of its socket does, is on its way by the stream.
 GRACE_S = 0.25
 
@@ -56,7 +55,9 @@ class Incoming:
 class Target(ABC):
     """Where bytes go from the socket."""
 
-    ahead: int
+    def try_place(self, incoming: Incoming, placed: int) -> list[memoryview] | None:
+        """Memory for the bytes of an event, when so many events have some; None: `place` has to wait for it."""
+        return None
 
     @abstractmethod
     async def place(self, incoming: Incoming) -> list[memoryview]:
@@ -78,14 +79,15 @@ class Target(ABC):
 class HostTarget(Target):
     """Host memory: bytes are in the pool as soon as they are read."""
 
-    ahead = AHEAD
-
     def __init__(self, pool: HostKvPool) -> None:
         self._pool = pool
 
-    async def place(self, incoming: Incoming) -> list[memoryview]:
+    def try_place(self, incoming: Incoming, placed: int) -> list[memoryview]:
         rows = places(incoming.wanted, incoming.header)
         return views_of(self._pool.layer(rows.group, rows.layer), rows)
+
+    async def place(self, incoming: Incoming) -> list[memoryview]:
+        return self.try_place(incoming, 0)
 
     def finish(self, incoming: Incoming, then: Callable[[BaseException | None], None]) -> None:
         then(None)
@@ -94,15 +96,13 @@ class HostTarget(Target):
 class StagedTarget(Target):
     """A device: bytes are read into a slot, from which they are copied."""
 
-    ahead = AHEAD_STAGED
-
     def __init__(self, staging: Staging, after: Ticket | None) -> None:
         """`after`: a point of the computation up to which the blocks may still be in use."""
         self._staging = staging
         self._after = after
         self._late: set[asyncio.Task[None]] = set()
 
-    async def place(self, incoming: Incoming) -> list[memoryview]:
+    def try_place(self, incoming: Incoming, placed: int) -> list[memoryview] | None:
         ring = self._staging.writes
         if incoming.size > ring.slot_bytes:
             raise BatonError(
@@ -110,8 +110,14 @@ class StagedTarget(Target):
                 "an event is larger than agreed",
                 metadata={"bytes": f"{incoming.size} / {ring.slot_bytes}"},
             )
-        incoming.slot = ring.try_take() or await ring.take()
-        return [incoming.slot.view[: incoming.size]]
+        if placed >= AHEAD or (slot := ring.try_take()) is None:
+            return None
+        incoming.slot = slot
+        return [slot.view[: incoming.size]]
+
+    async def place(self, incoming: Incoming) -> list[memoryview]:
+        slot = incoming.slot = await self._staging.writes.take()
+        return [slot.view[: incoming.size]]
 
     def finish(self, incoming: Incoming, then: Callable[[BaseException | None], None]) -> None:
         if incoming.slot is not None:
@@ -187,7 +193,9 @@ class TcpLanding(Landing):
         self._token = b""
         self._mover: Mover | None = None
         self._open: dict[Transfer, Incoming] = {}  # not in the pool yet
-        self._left: asyncio.Future[None] | None = None  # of whoever waits for one to leave `_open`
+        self._waiting: deque[Incoming] = deque()  # for memory
+        self._placing: asyncio.Task[None] | None = None
+        self._left: list[asyncio.Future[None]] = []  # of those who wait for one to leave `_open`
         self._failure: BatonError | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._broken = False  # nothing is received any more
@@ -223,26 +231,44 @@ class TcpLanding(Landing):
         self.check(load)
         wanted = load.expect(header, data.nbytes)
         load.on_taken(header)
-        while len(self._open) >= self._target.ahead and not self._broken:
-            await self._one_left(load)
         if self._broken:
             return  # the stream brings the cause, or its end does
         mover = self._mover or await self._connect(load)
         sums = checksum.BlockSums(wanted.piece_bytes) if load.verifies(header) else None
         size = wanted.piece_bytes * len(header.blocks)
         incoming = Incoming(header, wanted, size, sums, Transfer.of([]), asyncio.get_running_loop().create_future())
-        try:
-            views = await self._target.place(incoming)
-        except BatonError as error:
-            load.fail_with(error)
-        incoming.transfer = Transfer.of(views, None if sums is None else sums.add)
+        views = None
+        if not self._waiting:
+            try:
+                views = self._target.try_place(incoming, len(self._open))
+            except BatonError as error:
+                load.fail_with(error)
+        if views is not None:
+            self._receive(mover, incoming, views)
+            return
+        # The stream is read on, for the end of the load may be the next that it says.
+        self._waiting.append(incoming)
+        if self._placing is None:
+            self._placing = asyncio.get_running_loop().create_task(self._place_waiting(mover))
+
+    def _receive(self, mover: Mover, incoming: Incoming, views: list[memoryview]) -> None:
+        incoming.transfer = Transfer.of(views, None if incoming.sums is None else incoming.sums.add)
         self._open[incoming.transfer] = incoming
         mover.put(incoming.transfer)
 
-    async def _one_left(self, load: Load) -> None:
-        self._left = asyncio.get_running_loop().create_future()
-        await self._left
-        self.check(load)
+    async def _place_waiting(self, mover: Mover) -> None:
+        """Its owner is this landing, which ends it in `quiet`."""
+        while self._waiting:
+            while len(self._open) >= AHEAD:
+                await self._one_left()
+            views = await self._target.place(self._waiting[0])
+            self._receive(mover, self._waiting.popleft(), views)
+        self._placing = None
+
+    async def _one_left(self) -> None:
+        left = asyncio.get_running_loop().create_future()
+        self._left.append(left)
+        await left
 
     def check(self, load: Load) -> None:
         if self._failure is not None:
@@ -255,15 +281,17 @@ class TcpLanding(Landing):
         self._notify()
 
     def _notify(self) -> None:
-        if self._left is not None and not self._left.done():
-            self._left.set_result(None)
+        for left in self._left:
+            if not left.done():
+                left.set_result(None)
+        self._left.clear()
 
     async def settle(self, load: Load) -> None:
-        while self._open:
+        while self._open or self._waiting:
             if self._broken:
                 self._fail_now()
             self.check(load)
-            await self._one_left(load)
+            await self._one_left()
         self.check(load)
         if self._mover is not None and not self._mover.connection.silent():
             load.fail_with(breach("bytes on the data connection that were not announced, or its end too soon"))
@@ -341,10 +369,14 @@ class TcpLanding(Landing):
             return
         load = self._load
         assert load is not None
+        if self._placing is not None:
+            self._placing.cancel()
         clean = load.state is LoadState.COMPLETE and not self._open and mover.idle and mover.connection.silent()
         if not clean:
             mover.stop()
         try:
+            if self._placing is not None:
+                await settled([self._placing])
             await mover.ended()
         finally:
             for transfer in mover.queued:

@@ -188,6 +188,7 @@ class TcpSender(Sender):
         self._moved: asyncio.Future[None] | None = None  # of whoever waits for something to leave `_sending`
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._grace: asyncio.TimerHandle | None = None
+        self._held_up = False  # the peer takes nothing now
         self._clean = False
 
     # ---- for the source
@@ -229,7 +230,9 @@ class TcpSender(Sender):
         while len(self._making) < ahead and (run := self._reader.next_run()) is not None:
             blocks = await self._chosen(run)
             if blocks:
-                self._making.append(await self._source.begin(self, run, blocks))
+                made = await self._source.begin(self, run, blocks)
+                self._making.append(made)
+                made.add_done_callback(self._made)
         if not self._making:
             return False
         await self._or_stop(self._making[0])
@@ -301,19 +304,27 @@ class TcpSender(Sender):
     def _turned(self, moved: int, held_up: bool) -> None:
         if moved:
             self._reader.sent(0, self._link.clock())
-        if held_up:
-            self._set_aside()
+        self._held_up = held_up
+        if held_up:  # no worker has the transfers now
+            for outgoing in self._sending.values():
+                self._set_aside(outgoing)
+            for made in self._making:
+                if made.done():
+                    self._made(made)
 
-    def _set_aside(self) -> None:
-        """Gives slots back: the peer is slow. No worker has the transfers now."""
-        for outgoing in self._sending.values():
-            if outgoing.slot is not None:
-                views = outgoing.transfer.views
-                rest = memoryview(b"".join(views))
-                views.clear()
-                if rest.nbytes:
-                    views.append(rest)
-                self._source.give_back(outgoing)
+    def _made(self, made: asyncio.Future[Outgoing]) -> None:
+        if self._held_up and not made.cancelled() and made.exception() is None:
+            self._set_aside(made.result())
+
+    def _set_aside(self, outgoing: Outgoing) -> None:
+        """Gives the slot back, because the peer is slow."""
+        if outgoing.slot is not None:
+            views = outgoing.transfer.views
+            rest = memoryview(b"".join(views))
+            views.clear()
+            if rest.nbytes:
+                views.append(rest)
+            self._source.give_back(outgoing)
 
     def _fail(self, error: Exception) -> None:
         def give_up() -> None:

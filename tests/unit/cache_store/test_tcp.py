@@ -1,0 +1,351 @@
+"""The transport tcp: who gets a data connection, what ends it, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from cache_store.agent import GroupLayout
+from cache_store.data_connection import TOKEN_BYTES, greeting
+from protos import cache_store_pb2 as pb
+from protos import cache_store_pb2_grpc
+from rpc import faults
+from rpc.errors import BatonError, ErrorCode
+from tests.unit.cache_store.agents import LAYOUT, WAIT_S, Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.between import Between
+from tests.unit.cache_store.staged import StagedNode
+
+KEY = key_of(1)
+BIG = GroupLayout.of("full", num_layers=4, num_kv_heads=4, head_dim=128, block_size=32, dtype="bfloat16")  # 64 KiB
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.disarm()
+
+
+@contextmanager
+def pair(
+    node: type[Node] = Node, layout: GroupLayout = LAYOUT, transport: str = "tcp", **more: float | str
+) -> Iterator[tuple[Node, Node]]:
+    chosen = settings(transport=transport, **more)
+    made = [node(name, chosen, layouts=(layout,), seed=seed) for seed, name in enumerate(("prefill", "decode"), 1)]
+    with nodes(*made) as (prefill, decode):
+        yield prefill, decode
+        faults.disarm()
+        assert_clean(prefill, decode)
+
+
+@contextmanager
+def between(prefill: Node, allowed: int = 1 << 40) -> Iterator[Between]:
+    made = Between(prefill, allowed)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def data_port(node: Node) -> int:
+    return node.agent._service.offer.data_port
+
+
+def connect(node: Node) -> socket.socket:
+    """A data connection whose greeting was read."""
+    made = socket.create_connection(("127.0.0.1", data_port(node)), timeout=WAIT_S)
+    assert read(made, TOKEN_BYTES) == greeting(node.identity.engine_id)
+    return made
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    said = b""
+    while len(said) < count and (part := connection.recv(count - len(said))):
+        said += part
+    return said
+
+
+def load_request(blocks: int) -> pb.LoadRequest:
+    return pb.LoadRequest(
+        reference=pb.KvReference(engine_id="prefill", request_key=KEY),
+        wanted=[
+            pb.WantedBlocks(
+                group="full", block_size=LAYOUT.block_size, first_block=0, num_blocks=blocks,
+                num_layers=LAYOUT.num_layers, block_bytes=LAYOUT.block_bytes, partition_count=1, partition_id=0,
+            )
+        ],
+        prompt_tokens=blocks * LAYOUT.block_size,
+        checksum="all",
+        chunk_bytes=1 << 16,
+        transport="tcp",
+        reader=pb.ReaderRank(rank=0, tp_size=1),
+    )  # fmt: skip
+
+
+def reloads(prefill: Node, decode: Node, theirs: list[int], own: list[int]) -> None:
+    decode.load(prefill.source, KEY, own, reload=True)
+    decode.load_done()
+    assert np.array_equal(decode.blocks(own), prefill.blocks(theirs))
+    assert prefill.lease_ended().outcome == "released"
+
+
+# ---- tokens
+
+
+def test_connection_when_its_token_is_unknown_or_was_used_then_it_is_closed_and_counted() -> None:
+    with pair() as (prefill, _), grpc.insecure_channel(prefill.address) as channel:
+        prefill.stage(KEY, [5, 9])
+        with connect(prefill) as stranger:
+            stranger.sendall(bytes(TOKEN_BYTES))
+            assert stranger.recv(1) == b""
+        assert prefill.count("kv_data_connections_total", result="unknown_token") == 1
+        events = cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_request(2), timeout=WAIT_S)
+        token = next(event.started.data_token for event in events)
+        with connect(prefill) as mine, connect(prefill) as thief:
+            mine.sendall(token[:7])
+            mine.sendall(token[7:])
+            size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
+            assert read(mine, size) == prefill.blocks([5, 9]).tobytes()
+            thief.sendall(token)
+            assert thief.recv(1) == b""
+            rest = list(events)
+            assert [(n.layer, list(n.blocks), len(n.checksums)) for event in rest for n in event.notices] == [
+                (layer, [0, 1], 2) for layer in range(LAYOUT.num_layers)
+            ]
+            assert not any(event.data or event.HasField("pieces") for event in rest)
+            # The load is over, and the connection is free for another token; this one is void.
+            mine.sendall(token)
+            assert mine.recv(1) == b""
+        assert prefill.count("kv_data_connections_total", result="unknown_token") == 3
+        assert prefill.count("kv_data_connections_total", result="used") == 1
+        prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
+        prefill.lease_ended()
+
+
+def test_token_when_none_comes_in_time_then_connection_and_load_end() -> None:
+    with pair(data_token_timeout_s=0.2) as (prefill, _), grpc.insecure_channel(prefill.address) as channel:
+        prefill.stage(KEY, [5])
+        with connect(prefill) as silent, connect(prefill) as half:
+            half.sendall(bytes(TOKEN_BYTES - 1))
+            half.shutdown(socket.SHUT_WR)
+            assert half.recv(1) == silent.recv(1) == b""
+        assert prefill.count("kv_data_connections_total", result="silent") == 1
+        assert prefill.count("kv_data_connections_total", result="lost") == 1
+        with pytest.raises(grpc.RpcError) as failure:
+            list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_request(1), timeout=WAIT_S))
+        assert failure.value.details().startswith("the decode server opened no data connection in time")
+        prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
+        prefill.lease_ended()
+
+
+# ---- connections
+
+
+def test_loads_when_many_follow_each_other_then_they_share_connections() -> None:
+    with pair() as (prefill, decode):
+        for number in range(20):
+            prefill.stage(key_of(number), [number])
+            decode.load(prefill.source, key_of(number), [number])
+            decode.load_done()
+            prefill.lease_ended()
+        listener = prefill.agent._listener
+        assert listener is not None and listener.connections == 1
+        assert prefill.count("kv_data_connections_total", result="used") == 20
+        for number in range(20, 40):
+            prefill.stage(key_of(number), [number])
+            decode.load(prefill.source, key_of(number), [number])
+        for _ in range(20):
+            decode.load_done()
+            prefill.lease_ended()
+        assert listener.connections <= 20
+        assert np.array_equal(decode.blocks(range(40)), prefill.blocks(range(40)))
+
+
+def test_connection_when_it_is_idle_for_long_then_it_is_closed() -> None:
+    with pair(data_idle_s=0.05) as (prefill, decode):
+        prefill.stage(KEY, [5])
+        decode.load(prefill.source, KEY, [1])
+        decode.load_done()
+        prefill.lease_ended()
+        listener = prefill.agent._listener
+        assert listener is not None
+        until(lambda: decode.agent._pulling.peers.dialer.idle == listener.connections == 0, "no connection is left")
+
+
+@pytest.mark.parametrize("what", ["closed", "another service", "no room"])
+def test_port_when_it_cannot_be_used_then_grpc_is_with_one_warning(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        pair(transport="auto", data_connections=1) as (prefill, decode),
+        socket.create_server(("127.0.0.1", 0)) as other,
+        connect(prefill),
+    ):
+        if what != "no room":
+            service = prefill.agent._service
+            service.offer = replace(service.offer, data_port=other.getsockname()[1])
+        if what == "closed":
+            other.close()
+        for number in (1, 2):
+            prefill.stage(key_of(number), [5])
+            decode.load(prefill.source, key_of(number), [number])
+            if what == "another service" and number == 1:
+                with other.accept()[0] as connection:
+                    connection.sendall(b"220 mail.example ESMTP")
+            assert decode.load_done().transport == "grpc"
+            prefill.lease_ended()
+        assert len([r for r in caplog.records if "transport tcp is not possible" in r.getMessage()]) == 1
+        assert decode.count("kv_transport_fallbacks_total", transport="tcp", reason="failed") == 1
+
+
+def test_port_when_it_cannot_be_used_and_tcp_is_demanded_then_the_load_says_so() -> None:
+    with pair(data_connections=1) as (prefill, decode):
+        with connect(prefill):
+            prefill.stage(KEY, [5])
+            decode.load(prefill.source, KEY, [1])
+            failed = decode.load_failed()
+            assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+            assert failed.error.metadata["data_port"] == str(data_port(prefill)) and failed.retriable_here
+        until(lambda: prefill.count("kv_data_connections_total", result="lost") == 1, "there is room again")
+        reloads(prefill, decode, [5], [1])
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("mode", ["off", "sample", "all"])
+@pytest.mark.parametrize("node", [Node, StagedNode])
+def test_load_when_it_is_large_then_every_byte_is_there_whatever_is_checked(node: type[Node], mode: str) -> None:
+    with pair(node, BIG, checksum=mode) as (prefill, decode):
+        rng = np.random.default_rng(3)
+        theirs, own = rng.permutation(64)[:60].tolist(), list(range(2, 62))
+        prefill.stage(KEY, theirs)
+        decode.load(prefill.source, KEY, own)
+        assert decode.load_done().bytes == 60 * 4 * BIG.block_bytes
+        assert np.array_equal(decode.blocks(own), prefill.blocks(theirs))
+        prefill.lease_ended()
+
+
+@pytest.mark.parametrize("how", ["cut", "half closed"])
+def test_connection_when_it_ends_in_the_middle_of_a_block_then_the_load_fails_and_its_reload_works(how: str) -> None:
+    with pair() as (prefill, decode), between(prefill, allowed=LAYOUT.block_bytes + 100) as middle:
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2])
+        middle.at(LAYOUT.block_bytes + 100)
+        middle.cut() if how == "cut" else middle.half_close()
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.CONNECTION_RESET_BY_PEER and failed.retriable_here
+        middle.allow()
+        reloads(prefill, decode, [5, 6], [3, 4])
+
+
+def test_bytes_when_there_are_more_than_announced_then_the_load_fails() -> None:
+    size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
+    with pair() as (prefill, decode), between(prefill) as middle:
+        faults.arm("cache_store.send_event:delay=0.2,kind=done,times=1")
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2])
+        middle.at(size)
+        middle.say(b"more")
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
+        assert "not announced" in failed.error.metadata["breach"]
+        assert decode.agent._pulling.peers.dialer.idle == 0
+        reloads(prefill, decode, [5, 6], [3, 4])
+
+
+def test_bytes_when_there_are_fewer_than_announced_then_the_progress_limit_ends_the_load() -> None:
+    size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
+    with pair(load_progress_timeout_s=0.3) as (prefill, decode), between(prefill, allowed=size - 1) as middle:
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2])
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.LOAD_CACHE_TIMEOUT and failed.retriable_here
+        assert (failed.delivered, failed.missing) == (4, 2) or failed.missing > 0
+        middle.allow()
+        reloads(prefill, decode, [5, 6], [3, 4])
+
+
+def test_cancel_when_a_thread_waits_for_bytes_then_the_load_ends_and_nothing_is_written_later() -> None:
+    with pair() as (prefill, decode), between(prefill, allowed=LAYOUT.block_bytes + 100) as middle:
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2])
+        middle.at(LAYOUT.block_bytes + 100)
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED, "left"))
+        assert decode.load_failed().error.code is ErrorCode.CANCELLED
+        for layer in decode.memory["full"]:
+            layer[[1, 2]] = 77
+        middle.allow()
+        assert prefill.lease_ended().outcome == "aborted"
+        prefill.stage(key_of(2), [7])
+        decode.load(prefill.source, key_of(2), [3])
+        decode.load_done()
+        prefill.lease_ended()
+        assert (decode.blocks([1, 2]) == 77).all()
+
+
+@pytest.mark.parametrize("node", [Node, StagedNode])
+def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_and_others_go_on(
+    node: type[Node],
+) -> None:
+    with pair(node, BIG, threads=1) as (prefill, decode), between(prefill, allowed=100_000) as middle:
+        prefill.stage(KEY, list(range(60)))
+        decode.load(prefill.source, KEY, list(range(60)))
+        middle.at(100_000)
+        if isinstance(prefill, StagedNode) and isinstance(decode, StagedNode):
+            for ring in (prefill.staging.reads, decode.staging.writes):
+                until(lambda ring=ring: ring.free == ring.slots, "no slot is held")
+        with nodes(node("other", settings(transport="tcp"), layouts=(BIG,), seed=5)) as (other,):
+            service = prefill.agent._service
+            there, port = service.offer, service.offer.data_port
+            service.offer = replace(there, data_port=middle._target)
+            prefill.stage(key_of(2), [61])
+            other.load(prefill.source, key_of(2), [3])
+            other.load_done()
+            assert np.array_equal(other.blocks([3]), prefill.blocks([61]))
+            assert prefill.lease_ended().request_key == key_of(2)
+            service.offer = replace(there, data_port=port)
+        middle.allow()
+        assert decode.load_done().bytes == 60 * 4 * BIG.block_bytes
+        assert np.array_equal(decode.blocks(range(60)), prefill.blocks(range(60)))
+        prefill.lease_ended()
+
+
+def test_lease_when_it_ends_while_the_network_stands_still_then_its_blocks_come_back_soon() -> None:
+    with pair(layout=BIG) as (prefill, decode), between(prefill, allowed=100_000) as middle:
+        prefill.stage(KEY, list(range(60)))
+        decode.load(prefill.source, KEY, list(range(60)))
+        middle.at(100_000)
+        prefill.agent.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION, "no"))
+        assert prefill.lease_ended().outcome == "aborted"
+        assert decode.load_failed().error.code is ErrorCode.EXECUTION_EXCEPTION
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("cache_store.send_event:drop,kind=pieces,times=1", ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+        ("cache_store.send_event:duplicate,kind=pieces,times=1", ErrorCode.READ_BUFFER_MISMATCH),
+        ("cache_store.piece_bytes:corrupt,times=1", ErrorCode.KV_CHECKSUM_MISMATCH),
+        ("cache_store.send_piece:drop,layer=1,block=1,times=1", ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+    ],
+)
+@pytest.mark.parametrize("node", [Node, StagedNode])
+def test_fault_when_it_hits_a_step_of_the_transfer_then_its_code_comes(
+    node: type[Node], fault: str, code: ErrorCode
+) -> None:
+    with pair(node) as (prefill, decode):
+        faults.arm(fault)
+        before = prefill.blocks([5, 6])
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2])
+        failed = decode.load_failed()
+        assert failed.error.code is code
+        assert np.array_equal(prefill.blocks([5, 6]), before)
+        if failed.retriable_here:
+            reloads(prefill, decode, [5, 6], [3, 4])
+        else:
+            prefill.lease_ended()
