@@ -12,6 +12,7 @@ import torch
 from cache_store.agent import AgentSettings, GroupLayout
 from cache_store.host_copies import HostCopyEngine
 from cache_store.pool import StagedKvPool
+from cache_store.regions import file_regions
 from cache_store.rows import Rows
 from cache_store.shared_memory import MemoryFile
 from cache_store.staging import Slot, Ticket
@@ -21,7 +22,7 @@ from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, WAIT_S, Node, ass
 from tests.unit.cache_store.late_device import LateDevice
 
 ENGINES = ("threads", "streams")
-TRANSPORTS = ("grpc", "ipc")
+TRANSPORTS = ("grpc", "ipc", "tcp")
 
 
 class Gate:
@@ -120,7 +121,12 @@ class StagedNode(Node):
                 (tag, layer): torch.from_numpy(view) for tag, each in views.items() for layer, view in enumerate(each)
             }
             self.copies = StreamCopyEngine(self.device, places)
-        pool = StagedKvPool({layout.tag: pool_blocks for layout in layouts}, self.copies)
+        regions = None
+        if agent_settings is not None and agent_settings.transport == "nixl":
+            regions = file_regions(
+                {(tag, at): file for tag, each in self.files.items() for at, file in enumerate(each)}
+            )
+        pool = StagedKvPool({layout.tag: pool_blocks for layout in layouts}, self.copies, regions)
         super().__init__(
             engine_id, agent_settings, layouts=layouts, pool_blocks=pool_blocks, seed=seed, pool=pool, **more  # type: ignore[arg-type]
         )  # fmt: skip
