@@ -45,6 +45,7 @@ WAYS = [
     Way("tcp", Node),
     Way("tcp", StagedNode),
     pytest.param(Way("nixl", SharedNode), marks=needs_nixl),
+    pytest.param(Way("nixl", StagedNode), marks=[needs_nixl, pytest.mark.extended]),
 ]
 Pairs = Callable[..., AbstractContextManager[tuple[Node, Node]]]
 
