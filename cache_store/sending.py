@@ -173,7 +173,7 @@ class Sender(ABC):
                 sums += checksum.checksums(view, run.wanted.piece_bytes)
         message = wire.encode_piece(self._header(run, blocks, checksums=sums), views)
         if self._damaged(run):
-            return message[:-1] + bytes((message[-1] ^ 1,))  # the payload is the event's last field
+            return damaged(message, len(message) - sum(view.nbytes for view in views))  # the payload comes last
         return message
 
     def _damaged(self, run: Run) -> bool:
@@ -237,6 +237,13 @@ class Sender(ABC):
                 delivered=str(self._reader.pieces_sent),
                 missing=str(self._reader.pieces_wanted - self._reader.pieces_sent),
             )
+
+
+def damaged(data: bytes, start: int = 0) -> bytes:
+    """`data` with one byte changed in the middle of what begins at `start`: the upper one of a number of K or V that a
+    token of the prompt has, whatever their type; the end of a last block may be of no token."""
+    at = start + ((len(data) - start) // 2 & ~3) + 3
+    return data[:at] + bytes((data[at] ^ 0x81,)) + data[at + 1 :]
 
 
 class HostSender(Sender):

@@ -11,11 +11,11 @@ number), `drop` (the caller leaves out what the point stands for), `duplicate` (
 a payload changes), `full` (a queue refuses), `jump=SECONDS` (a clock goes forward).
 
 Which of the calls are hit: `nth=N` only the N-th (from 1), `every=N` each N-th one, `probability=P` each with that
-chance, `times=N` at most N. The draws of a fault are a function of `seed=N` (default 0), its point and its place in the
-variable, so equal calls are hit alike in every run; each hit is a line of the log. Every other `key=value` must equal
-the label of that name, so `engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the
-label's beginning, so `request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with
-`short`.
+chance, `times=N` at most N; with `while=FILE` only those while there is such a file are calls at all. The draws of a
+fault are a function of `seed=N` (default 0), its point and its place in the variable, so equal calls are hit alike in
+every run; each hit is a line of the log. Every other `key=value` must equal the label of that name, so
+`engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning, so
+`request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class _Fault:
     times: int = 0
     probability: float = 1.0
     seed: int = 0
+    file: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     calls: int = 0
     fired: int = 0
@@ -63,6 +64,8 @@ class _Fault:
 
     def fires(self, labels: dict[str, object]) -> bool:
         if not all(_matches(value, labels.get(key)) for key, value in self.labels.items()):
+            return False
+        if self.file and not os.path.exists(self.file):
             return False
         self.calls += 1
         if self.nth and self.calls != self.nth:
@@ -139,6 +142,8 @@ def _parse_one(text: str, place: int) -> _Fault:
                 found.code = _parse_code(value)
             elif key == "probability":
                 found.probability = _parse_chance(value)
+            elif key == "while":
+                found.file = value
             elif key in _COUNTS:
                 setattr(found, key, int(value))
             elif key in _EFFECTS:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,16 @@ def test_probability_when_the_seed_is_the_same_then_the_same_calls_are_hit() -> 
     assert once != hits("x:drop,probability=0.25,seed=8")
     assert once != hits("ok:drop;x:drop,probability=0.25,seed=7"), "two faults of one seed draw the same"
     assert 60 < sum(once) < 140  # 100 expected, with a deviation of 9
+
+
+def test_while_when_the_file_comes_and_goes_then_the_fault_does(tmp_path: Path) -> None:
+    file = tmp_path / "faults"
+    arm(f"x:drop,nth=2,while={file}")
+    found = [fault("x")]
+    file.touch()
+    found += [fault("x"), fault("x")]
+    file.unlink()
+    assert [*found, fault("x")] == [0, 0, DROP, 0]
 
 
 @pytest.mark.parametrize(
