@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from bench.chaos.faults import Kind
 from bench.chaos.tiny_model import MAX_POSITIONS, make_tiny_model
+from cache_store.transports import NIXL, TRANSPORTS
 from rpc import faults
 
 if TYPE_CHECKING:
@@ -51,8 +53,18 @@ def parser() -> argparse.ArgumentParser:
         help=f"all, none, or some of {','.join(Kind)} (%(default)s)",
     )
     p.add_argument("--points", default="", metavar="FAULTS",
-                   help="armed in every server beside those of --faults, as in BATON_FAULTS")  # fmt: skip
-    p.add_argument("--transport", default="auto", help="--kv-transport of the servers (%(default)s)")
+                   help="armed in every process beside those of --faults, as in BATON_FAULTS")  # fmt: skip
+    p.add_argument(
+        "--transport",
+        choices=("mixed", "auto", *TRANSPORTS),
+        default="mixed",
+        help="how KV blocks travel; mixed: another way at each start of a decode server (%(default)s)",
+    )
+    p.add_argument(
+        "--intensity", type=float, default=1.0, metavar="F", help="factor of the chances of fault points (%(default)s)"
+    )
+    p.add_argument("--settle-seconds", type=float, default=60.0, metavar="S",
+                   help="in which every ledger must be clean after the last fault (%(default)s)")  # fmt: skip
     p.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="of the router (%(default)s)")
     p.add_argument(
         "--server-flags", default="", metavar="FLAGS", help="for every server: --server-flags='--block-size 32'"
@@ -81,7 +93,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("prefill_servers", "decode_servers", "requests", "concurrency"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 1 or more")
-    for name in ("seconds", "blow_seconds", "request_timeout"):
+    for name in ("seconds", "blow_seconds", "settle_seconds", "request_timeout", "intensity"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name):g} must be above 0")
     for name in ("server_flags", "router_flags"):
@@ -90,6 +102,12 @@ def _check(arguments: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)!r}: {error}") from None
     faults.parse(arguments.points)
+
+
+def _transports(name: str) -> tuple[str, ...]:
+    if name != "mixed":
+        return (name,)
+    return tuple(each for each in TRANSPORTS if each != NIXL or importlib.util.find_spec("nixl"))
 
 
 def _model(name: str, folder: Path) -> Path:
@@ -107,22 +125,25 @@ def _sizes(model: Path) -> tuple[int, int]:
     return int(config["vocab_size"]), longest
 
 
-def _plan(arguments: argparse.Namespace, folder: Path) -> Plan:
+def _plan(arguments: argparse.Namespace, folder: Path, temporary: Path) -> Plan:
     from bench.chaos.campaign import Plan
     from bench.chaos.cluster import Layout
 
-    model = _model(arguments.model, folder)
+    model = _model(arguments.model, temporary)
     vocabulary, longest = _sizes(model)
     layout = Layout(
         model=str(model),
         folder=folder,
+        temporary=temporary,
         run_id=secrets.token_hex(8),
         seed=arguments.seed,
         kinds=_kinds(arguments.faults),
         prefill_servers=arguments.prefill_servers,
         decode_servers=arguments.decode_servers,
         request_timeout_s=arguments.request_timeout,
-        server_flags=("--kv-transport", arguments.transport, *shlex.split(arguments.server_flags)),
+        server_flags=shlex.split(arguments.server_flags),
+        transports=_transports(arguments.transport),
+        intensity=arguments.intensity,
         router_flags=shlex.split(arguments.router_flags),
         extra_faults=arguments.points,
     )
@@ -134,6 +155,7 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> Plan:
         gap_s=arguments.blow_seconds,
         vocabulary=vocabulary,
         longest_prompt=longest,
+        settle_s=arguments.settle_seconds,
     )
 
 
@@ -150,13 +172,14 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"baton chaos: {error}", file=sys.stderr)
         return 2
-    folder = Path(tempfile.mkdtemp(prefix="baton-chaos-", dir=arguments.keep or None))
+    temporary = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
+    folder = Path(tempfile.mkdtemp(prefix="baton-chaos-logs-", dir=arguments.keep or None))
     keep = bool(arguments.keep)
     say = (lambda line: None) if arguments.quiet else (lambda line: print(line, flush=True))
     # As with Ctrl-C: what runs is ended in order.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
-        campaign = Campaign(_plan(arguments, folder), say)
+        campaign = Campaign(_plan(arguments, folder, temporary), say)
         try:
             report = asyncio.run(campaign.run())
         finally:
@@ -173,6 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"baton chaos: {error}", file=sys.stderr)
         return 1
     finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         if keep:
             print(f"logs and state: {folder}", file=sys.stderr)
         else:

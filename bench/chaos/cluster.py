@@ -44,10 +44,12 @@ ROUTER_FLAGS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """What is started. `folder`: of the logs, the temporary files and the model."""
+    """What is started. `folder`: of the logs. `temporary`: of what processes keep for a while; its path is short, since
+    sockets lie in it."""
 
     model: str
     folder: Path
+    temporary: Path
     run_id: str
     seed: int
     kinds: frozenset[Kind]
@@ -56,7 +58,9 @@ class Layout:
     request_timeout_s: float = 30.0
     server_flags: Sequence[str] = ()
     router_flags: Sequence[str] = ()
-    extra_faults: str = ""  # BATON_FAULTS of the servers beside those of the kinds
+    transports: Sequence[str] = ("auto",)  # of the decode servers, which take another one at each start
+    intensity: float = 1.0  # factor of the chances of fault points
+    extra_faults: str = ""  # BATON_FAULTS of all processes beside those of the kinds
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Member:
     """A process, and what the campaign knows about it."""
 
     process: Process
+    arguments: list[str] = field(default_factory=list)
     starts: int = 0
     failed_starts: int = 0
     busy: bool = False  # a blow at it is not over
@@ -95,59 +100,38 @@ class ChaosCluster:
         self.recoveries: list[tuple[float, str]] = []  # seconds from a blow to readiness in the router's eyes
         self._say = say
         self._client = httpx.AsyncClient(timeout=PAGE_S, verify=False)
-        self._temporary = layout.folder / "tmp"
-        self._temporary.mkdir()
+        self._file = layout.temporary / "faults"  # as long as it is there, fault points are in force
 
     # ---- life
 
     async def start(self) -> None:
-        """Starts everything. The first server of each role and the router have no faults yet; the others are armed, and
-        nobody asks them yet (see `clean_pair`). Raises LaunchError."""
+        """Starts everything; no fault is in force yet. Raises LaunchError."""
         layout = self.layout
         for role, count in (("prefill", layout.prefill_servers), ("decode", layout.decode_servers)):
             for index in range(count):
                 arguments = ["--model", layout.model, *SERVER_FLAGS, *layout.server_flags]
                 self._add(role, f"{role}-{index}", arguments)
-        clean = self._clean()
         for member in self.servers:
-            self._start(member, armed=member not in clean)
+            self._start(member)
         for member in self.servers:
-            try:
-                await self._wait_listening(member)
-            except LaunchError:
-                if member in clean:
-                    raise
-                await self._revive(member)  # an armed start may fail
+            await self._wait_listening(member)
         arguments = ["--model", layout.model, *ROUTER_FLAGS, "--request-timeout-secs", f"{layout.request_timeout_s:g}"]
         for member in self.servers:
             arguments += [f"--{member.role}", member.process.ready["grpc"]]
         self._add("router", "router", [*arguments, *layout.router_flags])
-        self._start(self.router, armed=False)
+        self._start(self.router)
         await self._wait_listening(self.router)
         await self.wait_ready(START_LIMIT_S)
 
-    def _clean(self) -> list[Member]:
-        """The first server of each role."""
-        return [next(each for each in self.servers if each.role == role) for role in ("prefill", "decode")]
+    def arm(self) -> None:
+        """From now on fault points are in force, in every process."""
+        self._file.touch()
 
-    def clean_pair(self) -> tuple[str, str]:
-        """Addresses of the two servers that have no faults before `arm`."""
-        prefill, decode = (member.process.ready["grpc"] for member in self._clean())
-        return prefill, decode
-
-    async def arm(self) -> None:
-        """Starts those processes again that had no fault points armed."""
-        async with asyncio.TaskGroup() as tasks:
-            for member in (*self._clean(), self.router):
-                tasks.create_task(self._start_anew(member))
-        await self.wait_ready(START_LIMIT_S)
-
-    async def _start_anew(self, member: Member) -> None:
-        await self._end(member, signal.SIGTERM)
-        await self.bring_up(member)
+    def disarm(self) -> None:
+        self._file.unlink(missing_ok=True)
 
     def _add(self, role: str, name: str, arguments: list[str]) -> None:
-        member = Member(Process(role, name, arguments))
+        member = Member(Process(role, name, arguments), arguments)
         log = (self.layout.folder / f"{name}.log").open("a", buffering=1)
 
         def take(line: str) -> None:
@@ -157,18 +141,23 @@ class ChaosCluster:
         member.process = Process(role, name, arguments, take)
         self.members.append(member)
 
-    def _start(self, member: Member, armed: bool = True) -> None:
+    def _start(self, member: Member) -> None:
         layout = self.layout
         member.starts += 1
-        faults = ""
-        if armed:
-            seed = layout.seed * 1000 + member.starts * 10 + self.members.index(member)
-            faults = armament(member.role, layout.kinds, seed)
-            if member.role != "router":
-                faults = ";".join(filter(None, (faults, layout.extra_faults)))
+        seed = layout.seed * 1000 + member.starts * 10 + self.members.index(member)
+        own_faults = armament(member.role, layout.kinds, seed, self._file, layout.intensity)
+        extra = [f"{fault},while={self._file}" for fault in filter(None, layout.extra_faults.split(";"))]
         own = SHARED_CORES | DENSE_MEMORY | {"OMP_NUM_THREADS": "1"}
         environment = {key: value for key, value in own.items() if key not in os.environ}
-        environment |= {RUN_VARIABLE: layout.run_id, "TMPDIR": str(self._temporary), "BATON_FAULTS": faults}
+        environment |= {
+            RUN_VARIABLE: layout.run_id,
+            "TMPDIR": str(layout.temporary),
+            "BATON_FAULTS": ";".join(filter(None, (own_faults, *extra))),
+        }
+        if member.role == "decode":
+            turn = member.starts - 1 + self.members.index(member)
+            transport = layout.transports[turn % len(layout.transports)]
+            member.process.arguments = [*member.arguments, "--kv-transport", transport]
         member.process.start(environment)
 
     async def _wait_listening(self, member: Member) -> None:
@@ -373,7 +362,7 @@ class ChaosCluster:
                 if member.role == "router"
                 else ("/ready", "/debug/ledger", "/debug/requests")
             )
-            for path in paths if member.process.alive() else ():
+            for path in paths if member.process.alive() and member.process.ready else ():
                 try:
                     text = json.dumps(await self.page(member, path))
                 except (httpx.HTTPError, ValueError) as error:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 
 class Kind(StrEnum):
@@ -28,56 +29,61 @@ class Kind(StrEnum):
 BLOWS = (Kind.KILL, Kind.PAUSE, Kind.RESTART)
 _PREFILL, _DECODE, _ROUTER = "prefill", "decode", "router"
 _SERVERS = (_PREFILL, _DECODE)
-# (kind, processes, fault without its seed). Chances are per call; a load of a short prompt makes about ten calls of the
-# points of events, so a few in a hundred loads are hit by each of them.
-_POINTS: tuple[tuple[Kind, tuple[str, ...], str], ...] = (
-    (Kind.DELAY, (_PREFILL,), "cache_store.send_event:delay=0.05,probability=0.02"),
-    (Kind.DELAY, (_PREFILL,), "cache_store.send_event:delay=2.5,probability=0.001"),
-    (Kind.DELAY, (_PREFILL,), "cache_store.load_open:delay=0.2,probability=0.02"),
-    (Kind.DELAY, (_PREFILL,), "prefill.answer:delay=0.3,probability=0.02"),
-    (Kind.DELAY, (_DECODE,), "cache_store.read_event:delay=0.05,probability=0.02"),
-    (Kind.DELAY, (_DECODE,), "cache_store.read_event:delay=2.5,probability=0.001"),
-    (Kind.DELAY, (_DECODE,), "cache_store.load_start:delay=0.2,probability=0.02"),
-    (Kind.DELAY, (_DECODE,), "decode.tokens:delay=0.1,probability=0.005"),
-    (Kind.DELAY, _SERVERS, "cache_store.handshake:delay=0.5,probability=0.1"),
-    (Kind.DELAY, _SERVERS, "cache_store.release:delay=0.5,probability=0.05"),
-    (Kind.DELAY, _SERVERS, "engine.step:delay=0.1,probability=0.01"),
-    (Kind.DELAY, (_ROUTER,), "router.stage:delay=0.05,probability=0.01"),
-    (Kind.DROP, (_PREFILL,), "cache_store.send_event:drop,probability=0.002"),
-    (Kind.DROP, (_PREFILL,), "cache_store.send_piece:drop,probability=0.0005"),
-    (Kind.DROP, (_PREFILL,), "cache_store.publish:drop,probability=0.002"),
-    (Kind.DROP, (_PREFILL,), "prefill.answer:drop,probability=0.002"),
-    (Kind.DROP, (_DECODE,), "cache_store.read_event:drop,probability=0.002"),
-    (Kind.DROP, (_DECODE,), "decode.reserved:drop,probability=0.005"),
-    (Kind.DROP, _SERVERS, "cache_store.renew:drop,probability=0.3"),
-    (Kind.DROP, _SERVERS, "cache_store.release:drop,probability=0.03"),
-    (Kind.DUPLICATE, (_PREFILL,), "cache_store.send_event:duplicate,probability=0.003"),
-    (Kind.DUPLICATE, (_DECODE,), "cache_store.read_event:duplicate,probability=0.003"),
-    (Kind.DUPLICATE, _SERVERS, "cache_store.release:duplicate,probability=0.05"),
-    (Kind.CORRUPT, (_PREFILL,), "cache_store.piece_bytes:corrupt,probability=0.005"),
-    (Kind.RAISE, (_PREFILL,), "cache_store.load_open:raise=CACHE_STORE_STORE_FAILED,probability=0.01"),
-    (Kind.RAISE, (_PREFILL,), "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,probability=0.0005"),
-    (Kind.RAISE, (_PREFILL,), "cache_store.publish:raise=READ_BUFFER_MISMATCH,probability=0.001"),
-    (Kind.RAISE, (_PREFILL,), "prefill.answer:raise=EXECUTION_EXCEPTION,probability=0.005"),
-    (Kind.RAISE, (_DECODE,), "cache_store.load_start:raise=CACHE_STORE_LOAD_CONNECT_FAILED,probability=0.01"),
-    (Kind.RAISE, (_DECODE,), "decode.reserved:raise=DECODE_MALLOC_FAILED,probability=0.005"),
-    (Kind.RAISE, _SERVERS, "cache_store.handshake:raise=CACHE_STORE_CALL_PREFILL_TIMEOUT,probability=0.05"),
-    (Kind.RAISE, _SERVERS, "request.admit:raise=MALLOC_FAILED,probability=0.01"),
-    (Kind.RAISE, _SERVERS, "engine.step:raise=EXECUTION_EXCEPTION,probability=0.001"),
-    (Kind.RAISE, _SERVERS, "engine.layer:raise=EXECUTION_EXCEPTION,probability=0.0005"),
-    (Kind.RAISE, _SERVERS, "engine.load:raise=MALLOC_FAILED,probability=0.05"),
-    (Kind.RAISE, (_ROUTER,), "router.stage:raise=EXECUTION_EXCEPTION,probability=0.0005"),
-    (Kind.FULL, _SERVERS, "cache_store.queue:full,probability=0.002"),
-    (Kind.FULL, (_ROUTER,), "router.queue:full,probability=0.003"),
-    (Kind.CLOCK, _SERVERS, "cache_store.clock:jump=45,probability=0.0002,times=2"),
+# (kind, processes, chance, fault without chance and seed). Chances are per call; a load of a short prompt makes about
+# ten calls of the points of events, so a few in a hundred loads are hit by each of them.
+_POINTS: tuple[tuple[Kind, tuple[str, ...], float, str], ...] = (
+    (Kind.DELAY, (_PREFILL,), 0.02, "cache_store.send_event:delay=0.05"),
+    (Kind.DELAY, (_PREFILL,), 0.001, "cache_store.send_event:delay=2.5"),
+    (Kind.DELAY, (_PREFILL,), 0.02, "cache_store.load_open:delay=0.2"),
+    (Kind.DELAY, (_PREFILL,), 0.02, "prefill.answer:delay=0.3"),
+    (Kind.DELAY, (_DECODE,), 0.02, "cache_store.read_event:delay=0.05"),
+    (Kind.DELAY, (_DECODE,), 0.001, "cache_store.read_event:delay=2.5"),
+    (Kind.DELAY, (_DECODE,), 0.02, "cache_store.load_start:delay=0.2"),
+    (Kind.DELAY, (_DECODE,), 0.005, "decode.tokens:delay=0.1"),
+    (Kind.DELAY, _SERVERS, 0.1, "cache_store.handshake:delay=0.5"),
+    (Kind.DELAY, _SERVERS, 0.05, "cache_store.release:delay=0.5"),
+    (Kind.DELAY, _SERVERS, 0.01, "engine.step:delay=0.1"),
+    (Kind.DELAY, (_ROUTER,), 0.01, "router.stage:delay=0.05"),
+    (Kind.DROP, (_PREFILL,), 0.002, "cache_store.send_event:drop"),
+    (Kind.DROP, (_PREFILL,), 0.0005, "cache_store.send_piece:drop"),
+    (Kind.DROP, (_PREFILL,), 0.002, "cache_store.publish:drop"),
+    (Kind.DROP, (_PREFILL,), 0.002, "prefill.answer:drop"),
+    (Kind.DROP, (_DECODE,), 0.002, "cache_store.read_event:drop"),
+    (Kind.DROP, (_DECODE,), 0.005, "decode.reserved:drop"),
+    (Kind.DROP, _SERVERS, 0.3, "cache_store.renew:drop"),
+    (Kind.DROP, _SERVERS, 0.03, "cache_store.release:drop"),
+    (Kind.DUPLICATE, (_PREFILL,), 0.003, "cache_store.send_event:duplicate"),
+    (Kind.DUPLICATE, (_DECODE,), 0.003, "cache_store.read_event:duplicate"),
+    (Kind.DUPLICATE, _SERVERS, 0.05, "cache_store.release:duplicate"),
+    (Kind.CORRUPT, (_PREFILL,), 0.005, "cache_store.piece_bytes:corrupt"),
+    (Kind.RAISE, (_PREFILL,), 0.01, "cache_store.load_open:raise=CACHE_STORE_STORE_FAILED"),
+    (Kind.RAISE, (_PREFILL,), 0.0005, "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED"),
+    (Kind.RAISE, (_PREFILL,), 0.001, "cache_store.publish:raise=READ_BUFFER_MISMATCH"),
+    (Kind.RAISE, (_PREFILL,), 0.005, "prefill.answer:raise=EXECUTION_EXCEPTION"),
+    (Kind.RAISE, (_DECODE,), 0.01, "cache_store.load_start:raise=CACHE_STORE_LOAD_CONNECT_FAILED"),
+    (Kind.RAISE, (_DECODE,), 0.005, "decode.reserved:raise=DECODE_MALLOC_FAILED"),
+    (Kind.RAISE, _SERVERS, 0.05, "cache_store.handshake:raise=CACHE_STORE_CALL_PREFILL_TIMEOUT"),
+    (Kind.RAISE, _SERVERS, 0.01, "request.admit:raise=MALLOC_FAILED"),
+    (Kind.RAISE, _SERVERS, 0.001, "engine.step:raise=EXECUTION_EXCEPTION"),
+    (Kind.RAISE, _SERVERS, 0.0005, "engine.layer:raise=EXECUTION_EXCEPTION"),
+    (Kind.RAISE, _SERVERS, 0.05, "engine.load:raise=MALLOC_FAILED"),
+    (Kind.RAISE, (_ROUTER,), 0.0005, "router.stage:raise=EXECUTION_EXCEPTION"),
+    (Kind.FULL, _SERVERS, 0.002, "cache_store.queue:full"),
+    (Kind.FULL, (_ROUTER,), 0.003, "router.queue:full"),
+    (Kind.CLOCK, _SERVERS, 0.0002, "cache_store.clock:jump=45,times=2"),
     # Deadlines are readings of the front's clock: an engine that is ahead leaves every later request less time.
-    (Kind.CLOCK, _SERVERS, "engine.clock:jump=5,probability=0.0002,times=1"),
+    (Kind.CLOCK, _SERVERS, 0.0002, "engine.clock:jump=5,times=1"),
 )
 
 
-def armament(role: str, kinds: Collection[Kind], seed: int) -> str:
-    """BATON_FAULTS of one start of a process of this role."""
-    return ";".join(f"{point},seed={seed}" for kind, roles, point in _POINTS if role in roles and kind in kinds)
+def armament(role: str, kinds: Collection[Kind], seed: int, file: Path, intensity: float = 1.0) -> str:
+    """BATON_FAULTS of one start of a process of this role, in force while `file` exists. `intensity`: factor of the
+    chances."""
+    armed = []
+    for kind, roles, chance, point in _POINTS:
+        if role in roles and kind in kinds:
+            armed.append(f"{point},probability={min(1.0, chance * intensity):g},seed={seed},while={file}")
+    return ";".join(armed)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,10 @@ class Tally:
     def requests(self) -> int:
         return sum(self.endings.values())
 
+    def line(self) -> str:
+        """How far it is."""
+        return f"{self.requests} requests: {_counts(self.endings)}"
+
 
 @dataclass
 class Report:
@@ -57,6 +61,7 @@ class Report:
     recoveries: list[tuple[float, str]]
     memory: list[dict[str, object]]
     starts: dict[str, int]
+    failed_starts: int
     violations: list[str]
 
     @property
@@ -81,6 +86,7 @@ class Report:
             "blows_skipped": tally.skipped_blows,
             "points_hit": {f"{point}:{action}": count for (point, action), count in sorted(self.hits.items())},
             "starts": self.starts,
+            "failed_starts": self.failed_starts,
             "recovery_seconds": percentiles([seconds for seconds, _ in self.recoveries]),
             "worst_recovery": max(self.recoveries)[1] if self.recoveries else None,
             "memory": self.memory,
@@ -99,6 +105,7 @@ class Report:
             "  paths:      " + _counts(tally.paths),
             "  latency:    " + _spread(tally.seconds) + "   first token: " + _spread(tally.first_s),
             f"  blows:      {_counts(tally.blows)}; {tally.skipped_blows} at processes that lay on the ground already",
+            f"  starts:     {_counts(Counter(self.starts))}; {self.failed_starts} of them failed",
             "  points hit: " + _counts(Counter({f"{point}:{action}": n for (point, action), n in self.hits.items()})),
             "  recovery:   " + _spread([seconds for seconds, _ in self.recoveries])
             + (f"; the longest after {max(self.recoveries)[1]}" if self.recoveries else ""),

@@ -1,0 +1,63 @@
+"""`baton chaos` by its command: a minute of it has to pass, and it has to find what is really wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extent import extent
+from tests.integration.cluster import ROOT
+
+pytestmark = pytest.mark.timeout(700)
+
+LIMIT_S = 600.0
+
+
+def chaos(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, report and output of one campaign, whose logs stay in `folder`."""
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "cli", "chaos", "--json", str(report), "--keep", str(folder), *flags]
+    environment = {key: value for key, value in os.environ.items() if key != "BATON_FAULTS"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    output = ended.stdout + ended.stderr
+    assert report.exists(), output
+    return ended.returncode, json.loads(report.read_text()), output
+
+
+@pytest.mark.invariant("RPC-32")
+def test_campaign_when_everything_fails_at_random_then_answers_are_right_or_typed_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
+    flags = ("--seconds", extent("40", "240"), "--requests", "100000", "--seed", "11", "--blow-seconds", "4")
+    status, report, output = chaos(tmp_path, *flags, "--intensity", "2")
+    states = "\n".join(state.read_text() for state in tmp_path.glob("*/state.txt"))
+    assert (status, report["violations"]) == (0, []), f"{output}\n{states}"
+    assert report["endings"]["right"] > 20, output
+    assert set(report["endings"]) <= {"right", "typed error", "client left", "aborted", "deadline"}
+    assert sum(report["blows"].values()) > 2, output
+    actions = {hit.rpartition(":")[2] for hit in report["points_hit"]}
+    assert {"delay", "duplicate", "drop", "raise"} <= actions, output
+    assert report["ledgers_clean_after_seconds"] is not None
+
+
+def test_campaign_when_tokens_blocks_and_requests_really_go_wrong_then_each_is_found(tmp_path: Path) -> None:
+    wrong = (
+        "--faults", "corrupt", "--intensity", "200", "--server-flags", "--kv-checksum off --kv-lease-seconds 3600",
+        "--points", "cache_store.release:drop;router.stage:delay=600,stage=tokenize,every=25",
+    )  # fmt: skip
+    small = ("--prefill-servers", "1", "--decode-servers", "1", "--transport", "grpc", "--requests", "60")
+    status, report, output = chaos(tmp_path, *wrong, *small, "--request-timeout", "3", "--settle-seconds", "1")
+    found = "\n".join(report["violations"])
+    assert status == 1, output
+    assert "differs from the right answer" in found, output  # damaged KV that no checksum covered
+    assert "no end within 8." in found, output  # a request that the router forgot
+    assert "ledgers not clean after 1 s" in found and "staged = " in found, output  # blocks that nobody gave back
+    assert any("staged" in state.read_text() for state in tmp_path.glob("*/state.txt")), "no dump of the state"
