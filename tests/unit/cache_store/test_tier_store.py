@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_store.host_copies import HostCopyEngine
 from cache_store.tiers import lane as lanes
 from cache_store.tiers.disk import DiskTier
 from cache_store.tiers.host import ENTRY_BYTES, HostTier
@@ -16,9 +17,9 @@ from rpc import faults
 from tests.unit.cache_store.tier_fixtures import RECORD, ScriptedTier, below, key_of, until
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("staged", ["", "threads", "streams"])
 @pytest.mark.parametrize("kind", ["host", "disk", "shared"])
-def test_store_when_blocks_went_down_then_others_get_their_content(tmp_path: Path, kind: str, staged: bool) -> None:
+def test_store_when_blocks_went_down_then_others_get_their_content(tmp_path: Path, kind: str, staged: str) -> None:
     tiers: dict[str, Tier] = {"host": HostTier(1 << 30), "shared": ScriptedTier()}
     tier = tiers.get(kind) or DiskTier(tmp_path, 1 << 30)
     with below(tier, staged=staged) as pool:
@@ -373,8 +374,8 @@ def test_store_when_a_fault_is_armed_then_it_costs_a_miss(
 
 @pytest.mark.parametrize("direction", ["down", "up"])
 def test_store_when_the_device_fails_then_it_costs_a_miss_and_the_fetch_ends(direction: str) -> None:
-    with below(HostTier(1 << 30), staged=True) as pool:
-        assert pool.copies is not None
+    with below(HostTier(1 << 30), staged="threads") as pool:
+        assert isinstance(pool.copies, HostCopyEngine)
         submit = pool.copies._submit
 
         def broken(name, copy):  # type: ignore[no-untyped-def]

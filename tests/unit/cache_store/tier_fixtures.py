@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from cache_store.host_copies import HostCopyEngine
 from cache_store.layout import GroupLayout
 from cache_store.pool import HostKvPool, KvPool, StagedKvPool
+from cache_store.stream_copies import StreamCopyEngine
 from cache_store.tiers.copies import block_copies
 from cache_store.tiers.host import HostTier
 from cache_store.tiers.keys import TierKeys
 from cache_store.tiers.record import HEADER_BYTES, record_bytes, seal_record
 from cache_store.tiers.store import Fetch, TierStore
 from cache_store.tiers.tier import Record, Tier, TierError
+from tests.unit.cache_store.late_device import LateDevice
 
 LAYOUT = GroupLayout.of("default", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 PAYLOAD = LAYOUT.num_layers * LAYOUT.block_bytes
@@ -82,14 +85,20 @@ class Below:
     """A pool of `blocks` blocks, all of them different, and a store below it."""
 
     def __init__(
-        self, tiers: Sequence[Tier], blocks: int = 40, *, staged: bool = False, timeout_s: float = 5.0, seed: int = 1
+        self, tiers: Sequence[Tier], blocks: int = 40, *, staged: str = "", timeout_s: float = 5.0, seed: int = 1
     ) -> None:
+        """staged: the pool's memory is reached by a copy engine of `threads`, or of `streams` of a device."""
         rng = np.random.default_rng(seed)
         self.memory = [
             rng.integers(0, 256, (blocks, LAYOUT.block_bytes), dtype=np.uint8) for _ in range(LAYOUT.num_layers)
         ]
         layers = {LAYOUT.tag: self.memory}
-        self.copies = HostCopyEngine([LAYOUT], layers) if staged else None
+        self.copies: HostCopyEngine | StreamCopyEngine | None = None
+        if staged == "threads":
+            self.copies = HostCopyEngine([LAYOUT], layers)
+        elif staged:
+            places = {(LAYOUT.tag, layer): torch.from_numpy(memory) for layer, memory in enumerate(self.memory)}
+            self.copies = StreamCopyEngine(LateDevice(), places)
         pool: KvPool = HostKvPool([LAYOUT], layers)
         if self.copies is not None:
             pool = StagedKvPool({LAYOUT.tag: blocks}, self.copies)

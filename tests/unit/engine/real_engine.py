@@ -59,6 +59,8 @@ class RealEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.core.tiers is not None:
+            self.core.tiers.close()
         self.core.agent.close(2.0)
         self.wakeup.close()
 
