@@ -12,9 +12,9 @@ from engine.messages import SamplingParams
 from rpc.errors import BatonError, ErrorCode
 from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import clear_prompt, reference
+from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import TIMEOUT_S, GenerationClient
-from tests.unit.cache_store.shared import needs_nixl
 from tests.unit.cache_store.shared import needs_nixl
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -109,17 +109,12 @@ def name_of(pair: tuple[Server, Server]) -> str:
     return f"p{p_size}x{p_ranks}-d{d_size}x{d_ranks}-{transport}"
 
 
-def marks_of(pair: tuple[Server, Server]) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.extended, *([needs_nixl] if pair[1][2] == "nixl" else [])]
-
-
 # In every run: larger blocks on the decode server, and smaller ones.
-ALWAYS = [((16, 1, ""), (32, 1, "ipc")), ((64, 1, ""), (32, 1, "ipc"))]
+ALWAYS = [((16, 1, ""), (32, 1, "ipc")), ((64, 1, ""), (32, 1, "tcp"))]
 WHOLE = [
     ((32, 1, ""), (16, 1, "ipc")),
     ((64, 1, ""), (16, 1, "grpc")),
     ((64, 1, ""), (16, 1, "tcp")),
-    ((16, 1, ""), (32, 1, "nixl")),
     ((8, 1, ""), (32, 1, "grpc")),
     ((16, 2, ""), (32, 1, "ipc")),
     ((32, 2, ""), (16, 1, "grpc")),
@@ -129,7 +124,7 @@ WHOLE = [
 PAIRS = [
     *(pytest.param(pair, id=name_of(pair)) for pair in ALWAYS),
     pytest.param(((16, 1, ""), (32, 1, "nixl")), id="p16x1-d32x1-nixl", marks=needs_nixl),
-    *(pytest.param(pair, id=name_of(pair), marks=marks_of(pair)) for pair in WHOLE),
+    *(extended(pair, id=name_of(pair)) for pair in WHOLE),
 ]
 
 

@@ -20,6 +20,7 @@ from tests.conformance.test_right_tokens import BLOCK, CHUNK
 from tests.extent import WHOLE
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import TIMEOUT_S, GenerationClient
+from tests.unit.cache_store.shared import needs_nixl
 from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(400)  # clusters start within it, on busy machines too
@@ -79,7 +80,7 @@ class Ranked:
 
 # How the decode servers of so many ranks get KV, and how further ones do.
 TRANSPORT_OF = {1: "grpc", 2: "ipc", 4: "ipc"}
-TRANSPORTS = ("ipc", "grpc")
+TRANSPORTS = ("ipc", "nixl", "tcp", "grpc")
 # In every run: as many ranks on both sides, and heads that are put together. Agents alone are tested in all sizes.
 ALWAYS = {(2, 2), (2, 1)}
 
@@ -92,6 +93,8 @@ def pairs_of(sizes: tuple[int, ...], transports: tuple[str, ...] = ("",)) -> lis
             always = (p, d) in ALWAYS and not transport
             name = f"p{p}-d{d}-{transport or TRANSPORT_OF[d]}"
             marks = [] if always else [pytest.mark.extended]
+            if transport == "nixl":
+                marks.append(needs_nixl)
             found.append(pytest.param((sizes, (p, d)), transport, id=name, marks=marks))
     return found
 
