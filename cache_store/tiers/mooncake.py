@@ -9,9 +9,7 @@ while (circuit.py): meanwhile `find` finds nothing and `put` takes nothing, at o
 
 from __future__ import annotations
 
-import contextlib
 import re
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +90,9 @@ def open_tier(address: str, record_bytes: int, timeout_s: float) -> MooncakeTier
     read_slots = max(2, min(READ_SLOTS, SLOT_MEMORY_BYTES // slot_bytes))
     config = ClientConfig(
         master=parsed.master,
-        host=parsed.own_host or _host_towards(parsed.host, parsed.port),
+        master_host=parsed.host,
+        master_port=parsed.port,
+        host=parsed.own_host,
         segment_bytes=parsed.segment_bytes,
         slot_bytes=slot_bytes,
         slots=read_slots + WRITE_SLOTS,
@@ -107,17 +107,6 @@ def open_tier(address: str, record_bytes: int, timeout_s: float) -> MooncakeTier
             "Debian packages libibverbs1 librdmacm1 libnuma1 liburing2, or leave the flag out",
         ) from None
     return MooncakeTier(link, record_bytes, timeout_s, batch=max(1, min(BATCH, read_slots // 4)))
-
-
-def _host_towards(host: str, port: int) -> str:
-    """This machine's address on the way to the master. Where there is none now, its name."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(peer)  # sends nothing
-            own: str = probe.getsockname()[0]
-            return own
-    return socket.gethostname()
 
 
 class MooncakeTier:

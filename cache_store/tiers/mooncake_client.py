@@ -58,7 +58,9 @@ class ClientConfig(msgspec.Struct, frozen=True):
     """What the engine tells the process at its start; the descriptor of the shared memory comes with it."""
 
     master: str  # host:port
-    host: str  # under which the processes of other servers reach this one
+    master_host: str
+    master_port: int
+    host: str  # under which the processes of other servers reach this one; empty: the address that leads to the master
     segment_bytes: int  # of this process's memory that the store may use; 0: none
     slot_bytes: int
     slots: int
@@ -172,10 +174,12 @@ class Client:
             if self._store is not None:
                 return True
             config = self._config
+            try:
+                host = config.host or _host_towards(config.master_host, config.master_port)
+            except OSError:  # there is no network, or no such name, as yet
+                return False
             store = self._make()
-            code = store.setup(
-                config.host, "P2PHANDSHAKE", config.segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", config.master
-            )
+            code = store.setup(host, "P2PHANDSHAKE", config.segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", config.master)
             if code == 0:
                 code = store.register_buffer(self._address, config.slots * config.slot_bytes)
             if code != 0:
@@ -202,6 +206,15 @@ class Client:
             case "remove":
                 return [store.remove(key, True) for key in keys]
         raise ValueError(f"no operation {request.operation!r}")
+
+
+def _host_towards(host: str, port: int) -> str:
+    """This machine's address on the way to another one."""
+    family, kind, protocol, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(peer)  # sends nothing
+        own: str = probe.getsockname()[0]
+        return own
 
 
 def _leading(present: list[int]) -> list[int]:

@@ -326,7 +326,7 @@ class ClientLink:
         if not available:
             _log.warning("the shared tier does not answer, its blocks are misses: %s", self._reason)
         else:
-            _log.info("the shared tier answers", extra={"master": self._config.master, "host": self._config.host})
+            _log.info("the shared tier answers", extra={"master": self._config.master})
         self._told_available = available
 
     # -- the process ------------------------------------------------------------------------------------------
