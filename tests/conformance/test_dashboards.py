@@ -239,6 +239,10 @@ QUIET = {
         ("kv_ledger", "Oldest hold"), ("kv_transfer", "Quarantine"), ("kv_ledger", "Tombstone hits"),
     },
     "no server has several ranks": {("kv_transfer", "First and last rank of a load")},
+    "no server has a tier below its pool": {
+        ("kv_ledger", panel.title) for board in BOARDS for row in board.rows for panel in row.panels
+        if row.title == "Tiers below the pool"
+    },
     "nobody asks for a grammar": {("router", "Compiling grammars")},
     "no policy looks at what is cached": {
         ("router", "Prompt tokens expected in a cache"), ("router", "Found of what was expected"),
