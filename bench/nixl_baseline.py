@@ -13,6 +13,7 @@ import argparse
 import json
 import mmap
 import multiprocessing
+import os
 import statistics
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -80,6 +81,7 @@ def _own(pipe: Connection, layers: int, blocks: int, block_bytes: int) -> None:
     agent, _memory, address = _agent(nixl, "bare-owner", layers * blocks * block_bytes)
     pipe.send((agent.getLocalMD(), address))
     pipe.recv()
+    os._exit(0)  # the library's parts do not bear to be taken apart
 
 
 def _read(pipe: Connection, layers: int, blocks: int, block_bytes: int) -> None:
@@ -113,6 +115,7 @@ def _read(pipe: Connection, layers: int, blocks: int, block_bytes: int) -> None:
     pipe.send(True)
     while (scattered := pipe.recv()) is not None:
         pipe.send(read(scattered))
+    os._exit(0)
 
 
 def main() -> None:

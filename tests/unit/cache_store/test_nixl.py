@@ -7,6 +7,8 @@ import itertools
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -342,3 +344,16 @@ def test_memory_of_another_kind_then_it_is_not_opened() -> None:
                 await own.link.open(shared)
 
     with_links(body)
+
+
+@needs_nixl
+def test_agent_when_it_is_in_a_thread_as_on_a_device_then_it_reads_restarts_and_leaves_its_process_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.cache_store.nixl_thread"],
+        env={**os.environ, "UCX_TLS": "tcp"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("well\n"), (done.returncode, done.stdout, done.stderr)
+    assert "NIXL" not in done.stdout
