@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 
 from rpc.errors import ErrorCode
@@ -26,13 +28,15 @@ from tests.chaos.cases import (
 )
 from tests.conformance.live_cluster import frozen
 from tests.extent import extended
-from tests.integration.cluster import Cluster, ServerProcess
+from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import Generation, GenerationClient
+from tests.integration.wire_client import Pair, generate_input
 from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
 
 ERROR_LIMIT_S = 5.0
+CANNOT_SEND = "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,key=h1-sick*"
 VICTIMS = [("prefill", "front"), extended("prefill", "engine"), extended("decode", "front"), ("decode", "engine")]
 ONLY_VICTIMS = [extended("prefill", "front"), ("prefill", "engine"), ("decode", "front"), extended("decode", "engine")]
 
@@ -42,7 +46,7 @@ def two_pairs() -> Iterator[Cluster]:
     cases()
     with Cluster(
         2, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS, router_flags=ROUTER_FLAGS,
-        prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
+        prefill_env={"BATON_FAULTS": f"{SLOW_PREFILL['BATON_FAULTS']};{CANNOT_SEND}"}, decode_env=SLOW_DECODE,
     ) as cluster:  # fmt: skip
         yield cluster
 
@@ -106,6 +110,44 @@ def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_righ
     two_pairs.restart(victim)
     wait_workers_ready(two_pairs)
     assert_serves(two_pairs, f"after {role} {part}")
+
+
+def test_h1_kill_when_two_of_three_decode_servers_die_then_the_third_one_serves_everything_later(
+    two_pairs: Cluster,
+) -> None:
+    """The last one for these servers. The dead leave nothing with a prefill server that harms its service to others."""
+    workers = f"http://{two_pairs.router.http}/workers"
+    third = two_pairs.start_decode().wait_ready()
+    body = {"role": "decode", "address": third.grpc}
+    httpx.post(workers, json=body, timeout=5.0, verify=False).raise_for_status()
+    wait_workers_ready(two_pairs)
+    with GenerationClient(two_pairs.router.grpc) as client:
+        # The transfers of one prefill server fail for a while; it says so, and is healed by one that is read.
+        sick = two_pairs.prefill[0]
+        with Pair(sick, third, Path(two_pairs.model).name) as pair:
+            for number in range(5):
+                request = generate_input(f"h1-sick-{number}", cases()[0].prompt[:40], model=pair.p.model, max_tokens=2)
+                pair.generate(request)  # D computes the prompt itself
+            wait_for("the server that cannot send to be unready", lambda: sick.get("/ready").status_code == 503, 5.0)
+            others = [client.open(case.prompt, TOKENS, salt="beside the sick") for case in cases()]
+            pair.generate(generate_input("h1-well", cases()[0].prompt[:40], model=pair.p.model, max_tokens=2))
+            wait_for("it to be ready again", lambda: sick.get("/ready").status_code == 200, 5.0)
+        wait_workers_ready(two_pairs)
+        for victim in two_pairs.decode[:2]:
+            others += send(client, cases(), f"h1 {victim.name}")
+            wait_busy([victim])
+            victim.kill()
+        for number, generation in enumerate(others):
+            generation.wait_end()
+            assert generation.error is None or generation.error.spec.http >= 500
+            right = cases()[number % len(cases())].expected
+            assert generation.token_ids == right[: len(generation.token_ids)]
+            assert generation.error is not None or len(generation.token_ids) == TOKENS, "an answer without its end"
+        for number, case in enumerate(cases()):
+            later = client.generate(case.prompt, TOKENS, salt=f"h1 later {number}")
+            assert (later.token_ids, later.path, later.attempts) == (case.expected, "pd", 1)
+    two_pairs.assert_clean_ledgers()
+    assert two_pairs.errors_without_code() == []
 
 
 @pytest.mark.invariant("RPC-32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
+import httpx
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
@@ -31,7 +32,12 @@ def refused(cluster: Cluster) -> ErrorCode:
     return caught.value.code
 
 
-def test_start_when_the_router_is_first_and_servers_come_and_go_in_any_order_then_it_serves_with_each_pair() -> None:
+def post(cluster: Cluster) -> httpx.Response:
+    body = {"prompt": cases()[0].prompt[:20], "max_tokens": 2}
+    return httpx.post(f"http://{cluster.router.http}/v1/completions", json=body, timeout=10.0, verify=False)
+
+
+def test_h6_start_when_the_router_is_first_and_servers_come_and_go_in_any_order_then_it_serves_with_each_pair() -> None:
     prefill_port, decode_port = free_port(), free_port()
     known = ["--prefill", f"127.0.0.1:{prefill_port}", "--decode", f"127.0.0.1:{decode_port}"]
     cases()  # the reference's time is not the cluster's
@@ -52,6 +58,12 @@ def test_start_when_the_router_is_first_and_servers_come_and_go_in_any_order_the
         wait_workers_ready(cluster)
         assert cluster.router.get("/ready").status_code == 503
         assert refused(cluster) is ErrorCode.NO_PREFILL_WORKER
+        for _ in range(20):
+            response = post(cluster)
+            assert response.status_code == 503
+            assert response.json()["error"]["baton_code"] == ErrorCode.NO_PREFILL_WORKER
+            assert int(response.headers["Retry-After"]) >= 1
+        assert cluster.decode[0].requests()["finished"] == [], "the decode server has heard of none of them"
         cluster.start_prefill(["--port", str(prefill_port)]).wait_ready()
         cluster.wait_router_ready()
         assert_serves(cluster, "router first")

@@ -124,12 +124,12 @@ class Prefill:
             identity = (ended.request_key, ended.generation)
             assert identity not in self.ended, "a lease ended twice"
             self.ended[identity] = ended
-            self._tell(ended)
+            self.tell(ended)
         if again and self.ended:
-            self._tell(next(reversed(self.ended.values())))
+            self.tell(next(reversed(self.ended.values())))
         self.engine.collect()
 
-    def _tell(self, ended: LeaseEnded) -> None:
+    def tell(self, ended: LeaseEnded) -> None:
         self.engine.time.refresh()
         self.engine.scheduler.lease_ended(
             ended.request_key, ended.generation, ended.outcome, ended.cause, ended.error, 0.0, 0.0, []

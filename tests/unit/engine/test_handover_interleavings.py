@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cache_store.events import LeaseEnded
+from cache_store.reader import ReaderState
 from engine.messages import RunMode
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extent
@@ -192,8 +194,13 @@ class HandoverMachine(RuleBasedStateMachine):
 
     @rule()
     def late_completion(self) -> None:
-        """P's agent tells of a lease that its engine knows to have ended, D's of a load that is over."""
+        """P's agent tells of a lease that its engine knows to have ended, and of one of another allocation of a key
+        whose KV is held; D's of a load that is over."""
         self.p.deliver(again=True)
+        for key in self.prompts:
+            if (lease := self.p.table.get(key)) is not None:
+                self.p.tell(LeaseEnded(key, lease.generation + 10_000, "released"))
+                break
         self.d.engine.scheduler.load_failed("nobody#0.00000000", BatonError(ErrorCode.CANCELLED), False, [])
         self.d.engine.collect()
 
@@ -221,11 +228,16 @@ class HandoverMachine(RuleBasedStateMachine):
             assert request.allocation.generation == generation
         counts = engine.ledger()
         assert not counts.get("staged") or live, "staged for nobody"
-        receiving = self.d.engine.ledger()
-        writing = self.d.pulls.keys()
-        assert not (receiving.get("receiving") or receiving.get("quarantined")) or writing
-        for key in self.d.engine.scheduler.leaving:
-            assert key in writing, "quarantined for a load that is over"
+        for stream in self.streams():
+            reader = stream.reader
+            if reader is not None and reader.state is ReaderState.OPEN and stream.source is self.p:
+                assert (stream.key, reader.lease.generation) not in self.p.ended, "blocks given back under a reader"
+        written = 0
+        for key, pull in self.d.pulls.items():
+            assert pull.request.allocation is not None, f"{key}: blocks were given back under a load"
+            written += sum(len(wanted.block_ids) for wanted in pull.streams[0].load.wanted)
+        held = self.d.engine.ledger()
+        assert held.get("receiving", 0) + held.get("quarantined", 0) == written
 
     def teardown(self) -> None:
         """Left alone, everything ends."""
