@@ -295,7 +295,7 @@ def _paths() -> dict[str, Schema]:
         },
         "/flush_cache": {
             "post": _operation(
-                "flush_cache", "empties every server's prefix cache",
+                "flush_cache", "empties every server's prefix cache, on its own disk too",
                 {"content": _content(_object(results=_list(_OBJECT)))},
             )
         },
