@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 
 from cache_store.fetching import settle
@@ -27,13 +25,10 @@ class NixlFetcher:
     transport = NIXL
     in_order = False
 
-    def __init__(
-        self, link: NixlLink, pinned: bool, workers: Executor, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, link: NixlLink, pinned: bool, workers: Executor) -> None:
         self.link = link
         self._pinned = pinned
         self._workers = workers
-        self._clock = clock
         self._timers: set[asyncio.TimerHandle] = set()
 
     async def open(self, memory: pb.SharedPool) -> PeerMemory:
@@ -72,14 +67,22 @@ class NixlFetcher:
     def give_up(self, memory: PeerMemory) -> None:
         """A load from there has ended while reads of it are under way. They end in bounded time."""
         assert isinstance(memory, NixlPeer)
-        since = self._clock()
+        self._watch(memory, asyncio.get_running_loop().time())
+
+    def _watch(self, peer: NixlPeer, since: float) -> None:
+        """Until the reads that began before `since` have ended. They may be another load's, and slow."""
+        loop = asyncio.get_running_loop()
+        looked = loop.time()
 
         def look() -> None:
             self._timers.discard(timer)
-            if hanging := self.link.hanging(memory, since):
-                self.link.restart(f"{hanging} reads have not ended {HANG_S:g} s after their load")
+            hanging = self.link.under_way(peer, since)
+            if hanging and self.link.moved(peer, looked):
+                self._watch(peer, since)
+            elif hanging:
+                self.link.restart(f"{hanging} reads of a peer hang, and their load has ended {HANG_S:g} s ago")
 
-        timer = asyncio.get_running_loop().call_later(HANG_S, look)
+        timer = loop.call_later(HANG_S, look)
         self._timers.add(timer)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from cache_store.nixl_process import serve
 from cache_store.observations import Observe, ignore
 from cache_store.regions import CUDA, Regions
 from cache_store.rows import Rows
-from cache_store.staging import MemoryUnavailable
+from cache_store.staging import MemoryUnavailable, settled
 from cache_store.transports import NIXL
 from protos import cache_store_pb2 as pb
 
@@ -112,6 +112,7 @@ class _Session(asyncio.Protocol):
         self.over: asyncio.Future[str] = loop.create_future()
         self.opening: dict[int, asyncio.Future[None]] = {}
         self.reads: dict[int, tuple[int, float, asyncio.Future[None]]] = {}  # peer, begun, done
+        self.ended: dict[int, float] = {}  # when the last read of a peer that is over has ended, by peer
         self.body: Body | None = None
         self._on_end = on_end
         self._loop = loop
@@ -137,6 +138,7 @@ class _Session(asyncio.Protocol):
         if isinstance(answer, frames.Ended):
             entry = self.reads.pop(answer.number, None)
             if entry is not None:
+                self.ended[entry[0]] = self._loop.time()
                 _settle(entry[2], ReadFailed(answer.problem) if answer.problem else None)
         elif isinstance(answer, frames.Opened):
             opening = self.opening.pop(answer.peer, None)
@@ -272,9 +274,11 @@ class NixlLink:
         loop = asyncio.get_running_loop()
         own, theirs = socket.socketpair()
         session = _Session(self._ended)
+        making = loop.run_in_executor(None, self._make_body, theirs)
         try:
             own.setblocking(False)
-            session.body = await asyncio.to_thread(self._make_body, theirs)
+            await settled([making])  # also when this is cancelled: it uses the socket
+            session.body = making.result()
         except BaseException:
             own.close()
             raise
@@ -395,7 +399,7 @@ class NixlLink:
             _settle(done, ReadFailed("the NIXL process has ended"))
             return done
         number = next(self._numbers)
-        session.reads[number] = (peer.number, self._clock(), done)
+        session.reads[number] = (peer.number, asyncio.get_running_loop().time(), done)
         session.send(
             frames.Read(
                 number,
@@ -409,7 +413,13 @@ class NixlLink:
         )
         return done
 
-    def hanging(self, peer: NixlPeer, since: float) -> int:
-        """Reads of the peer that began at `since` or before, and have not ended."""
+    @staticmethod
+    def under_way(peer: NixlPeer, since: float) -> int:
+        """Reads of the peer that began at `since` (a time of the loop) or before, and have not ended."""
         reads = peer.session.reads.values()
         return sum(1 for number, begun, _ in reads if number == peer.number and begun <= since)
+
+    @staticmethod
+    def moved(peer: NixlPeer, since: float) -> bool:
+        """Whether a read of the peer has ended after `since`."""
+        return peer.session.ended.get(peer.number, 0.0) > since

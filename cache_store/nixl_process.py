@@ -113,5 +113,5 @@ def _opened(send: Callable[[frames.Answer], None], peer: int, problem: str) -> N
 if __name__ == "__main__":
     os.dup2(2, 1)  # the library prints to both
     serve(socket.socket(fileno=int(sys.argv[1])), lambda: None)
-    # A regular exit crashes in a destructor of the library's parts (tried: 1.5). An engine's process ends like this, too.
+    # A regular exit crashes in a destructor of the library's parts (tried: 1.5). An engine's process ends so, too.
     os._exit(0)
