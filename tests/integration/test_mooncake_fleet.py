@@ -4,6 +4,7 @@ tokens; when the store's master goes, every answer is still right."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -67,7 +68,8 @@ class Fleet:
 
 
 def prompt_of(number: int) -> list[int]:
-    return [3 + (number * 7919 + position * 31) % 200 for position in range(PROMPT_TOKENS)]
+    draw = random.Random(number)
+    return [draw.randrange(3, 200) for _ in range(PROMPT_TOKENS)]
 
 
 @pytest.fixture(scope="module")
