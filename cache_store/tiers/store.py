@@ -8,9 +8,10 @@ version, which the pool raises when it gives a block out, is the same after the 
 Up: a `Fetch` is first looked up, which tells how many leading blocks the tiers have, nearest tier first; then loaded
 into blocks that the engine has reserved. A record is copied into memory of the reading thread, and its key and checksum
 are compared there; only then is it copied on into the pool. `Fetch.good` tells the leading blocks that are complete.
-The engine may give a fetch up at any time by `cancel`; nothing writes into its blocks once it has come out of `poll`.
-Once its prompt is admitted, the engine names its blocks again, and tiers that lack one get it: so what was found far
-away comes nearer, and what one tier has lost comes back.
+The engine may give a fetch up at any time by `cancel`. Nothing writes into its blocks once it has come out of `poll`,
+or once `cancel` has said so: a tier that hangs has the reading thread's memory alone. Once its prompt is admitted, the
+engine names its blocks again, and tiers that lack one get it: so what was found far away comes nearer, and what one
+tier has lost comes back.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Fetch:
     complete: bytearray = field(default_factory=bytearray)  # by block: 1 once its KV is in the pool
     failed: int = 0  # the first block that will not come; those after it are of no use
     pending: int = 0  # parts of the load that are under way
+    writing: int = 0  # of these, those that copy into the pool now
 
     @property
     def found(self) -> int:
@@ -114,7 +116,7 @@ class TierStore:
         self._record_bytes = record_bytes(copies.payload_bytes)
         self._buffers = threading.local()
         self._epoch = 0
-        self._lock = threading.Lock()  # of the counters of fetches
+        self._lock = threading.Lock()  # of what threads count in fetches; never held while a tier or a copy works
         self._ended: deque[Fetch] = deque()
         self._failures = LogLimit()
         self._told = {lane.name: TierStats() for lane in self._lanes}
@@ -178,9 +180,12 @@ class TierStore:
         fetch.cancelled = True
         return Fetch(fetch.keys, fetch.epoch, list(fetch.segments))
 
-    def cancel(self, fetch: Fetch) -> None:
-        """Nobody wants it any more. It still comes out of `poll`, when its last copy has ended."""
-        fetch.cancelled = True
+    def cancel(self, fetch: Fetch) -> bool:
+        """Nobody wants it any more; it comes out of `poll` when its last thread has noticed. True: nothing writes into
+        its blocks from now on, even if a tier hangs. False: a copy into them is under way."""
+        with self._lock:
+            fetch.cancelled = True
+            return fetch.writing == 0
 
     def poll(self) -> list[Fetch]:
         """Fetches whose look-up or load has ended since the last call."""
@@ -332,18 +337,30 @@ class TierStore:
                         self._fail(fetch, number)
                         break
                     payloads.append(payload)
-                if not payloads or self._useless(fetch, begin):
-                    return
                 filled = numbers[: len(payloads)]
-                self._copies.write(payloads, [fetch.blocks[number] for number in filled], fetch.after)
-                for number in filled:
-                    fetch.complete[number] = 1
+                if not payloads or not self._fill(fetch, filled, payloads):
+                    return
         except Exception as error:
             if count := self._failures.occurred("load"):
                 _log.warning("KV blocks could not be copied from a tier", exc_info=error, extra={"occurrences": count})
             self._fail(fetch, first)
         finally:
             self._part_ended(fetch)
+
+    def _fill(self, fetch: Fetch, numbers: Sequence[int], payloads: Sequence[memoryview]) -> bool:
+        """Copies payloads into the pool; False when nobody wants them any more."""
+        with self._lock:
+            if self._useless(fetch, numbers[0]):
+                return False
+            fetch.writing += 1
+        try:
+            self._copies.write(payloads, [fetch.blocks[number] for number in numbers], fetch.after)
+            for number in numbers:
+                fetch.complete[number] = 1
+        finally:
+            with self._lock:
+                fetch.writing -= 1
+        return True
 
     def _useless(self, fetch: Fetch, number: int) -> bool:
         return fetch.cancelled or number >= fetch.failed

@@ -4,7 +4,7 @@ A prompt that is to be computed here asks the tiers for what the pool lacks of i
 What they have is loaded into blocks that are held as `receiving` meanwhile, enters the prefix cache, and is let go: to
 the prompt it is a hit in the prefix cache like any other, and so it is to everything that comes after. Until then the
 prompt keeps its place in the queue and holds up nobody. Whatever goes wrong, or takes too long, costs the hit and
-nothing else: blocks that a thread may still write are quarantined until it has ended.
+nothing else: blocks into which a copy is under way are quarantined until it has ended.
 
 Pure bookkeeping on the engine's thread; the copies are made by threads of `cache_store.tiers.store.TierStore`.
 """
@@ -30,7 +30,7 @@ class Tiers(Protocol):
     def look_up(self, block_hashes: Sequence[bytes]) -> Fetch | None: ...
     def take_found(self, fetch: Fetch) -> Fetch: ...
     def load(self, fetch: Fetch, offset: int, blocks: Sequence[int]) -> None: ...
-    def cancel(self, fetch: Fetch) -> None: ...
+    def cancel(self, fetch: Fetch) -> bool: ...
     def poll(self) -> list[Fetch]: ...
     def clear(self) -> None: ...
 
@@ -223,8 +223,7 @@ class PrefixFetches:
         if self._by_hash.get(active.key) is active:
             del self._by_hash[active.key]
         loaded = 0
-        if not ended:
-            self._tiers.cancel(fetch)
+        quiet = ended or self._tiers.cancel(fetch)
         if allocation is None:
             del self._all[fetch]
         else:
@@ -234,7 +233,7 @@ class PrefixFetches:
                 hit = allocation.cached_tokens // size
                 self._kv.received_leading(allocation, self._tag, loaded)
                 self._kv.commit(allocation, active.tokens, (hit + loaded) * size)
-            if ended:
+            if quiet:
                 del self._all[fetch]
                 self._kv.free(allocation)
             else:

@@ -128,7 +128,7 @@ def test_directory_when_a_second_server_is_given_it_then_that_one_does_not_start
     assert tiered.generate()[0] == tiered.expected
 
 
-def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_what_hangs_is_quarantined(tiered: Tiered) -> None:
+def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_holds_no_blocks_for_it(tiered: Tiered) -> None:
     cluster = tiered.cluster
     assert cluster.prefill[0].terminate() == 0
     slow = "cache_store.tier:delay=6,tier=disk,operation=get,times=1"
@@ -136,7 +136,7 @@ def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_what_hangs_is_quar
     assert tiered.generate() == (tiered.expected, 0)
     assert tiered.count("fetches_total", outcome="timeout") == 1
     assert len(tiered.generate(SHORT)[0]) == NEW_TOKENS  # while the disk is still at it
-    cluster.assert_clean_ledgers(20.0)
+    cluster.assert_clean_ledgers()
 
 
 def test_cache_when_it_is_flushed_then_neither_pool_nor_disk_has_the_prompt(tiered: Tiered) -> None:

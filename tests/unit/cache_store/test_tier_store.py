@@ -248,10 +248,30 @@ def test_store_when_a_fetch_is_cancelled_then_the_blocks_after_the_present_one_s
         entered = shared.entered
         pool.store.load(fetch, 0, [20, 21, 22, 23, 24])
         until(lambda: shared.entered > entered, "the first block is being read")
-        pool.store.cancel(fetch)
+        assert pool.store.cancel(fetch)  # the tier hangs, and the pool's blocks are free at once
         shared.gate.set()
         assert pool.ended(fetch).good == 0
         assert [pool.block(number) for number in range(20, 25)] == before[20:25]
+
+
+def test_store_when_a_fetch_is_cancelled_during_a_copy_into_the_pool_then_says_that_its_blocks_are_in_use() -> None:
+    with below(HostTier(1 << 30)) as pool:
+        pool.write(range(1, 6))
+        write, reached, go_on = pool.store._copies.write, threading.Event(), threading.Event()
+
+        def held(payloads, blocks, after):  # type: ignore[no-untyped-def]
+            reached.set()
+            assert go_on.wait(10)
+            write(payloads, blocks, after)
+
+        pool.store._copies.write = held  # type: ignore[method-assign]
+        fetch = pool.look_up(5)
+        pool.store.load(fetch, 0, [20, 21, 22, 23, 24])
+        assert reached.wait(10)
+        assert not pool.store.cancel(fetch)
+        go_on.set()
+        assert pool.ended(fetch).good == 1
+        assert pool.store.cancel(fetch)
 
 
 def test_store_when_a_tier_does_not_keep_up_then_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ class ScriptedTiers:
         self.looking: list[Fetch] = []
         self.loading: list[Fetch] = []
         self.busy = False
+        self.quiet = False  # a fetch that is cancelled writes nothing more
         self.void = 0
         self._ended: list[Fetch] = []
 
@@ -54,8 +55,9 @@ class ScriptedTiers:
         fetch.complete = bytearray(len(blocks))
         self.loading.append(fetch)
 
-    def cancel(self, fetch: Fetch) -> None:
+    def cancel(self, fetch: Fetch) -> bool:
         fetch.cancelled = True
+        return self.quiet
 
     def poll(self) -> list[Fetch]:
         ended, self._ended = self._ended, []
@@ -107,7 +109,7 @@ class ScriptedTiers:
         """The load ends, complete or not."""
         self.loading.remove(fetch)
         for index, block in enumerate(fetch.blocks):
-            if not fetch.complete[index]:
+            if not fetch.complete[index] and not (self.quiet and fetch.cancelled):
                 for slot in range(self._size):
                     self.engine.pool[block, slot] = RUBBISH
         self._ended.append(fetch)

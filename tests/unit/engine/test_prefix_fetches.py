@@ -160,6 +160,24 @@ def test_load_when_it_takes_too_long_then_what_has_come_counts_and_the_rest_is_q
     engine.assert_clean()
 
 
+def test_load_when_it_takes_too_long_and_nothing_writes_then_its_blocks_are_free_at_once(below: Below) -> None:
+    engine, tiers = below.engine, below.tiers
+    tiers.quiet = True
+    engine.add("again", PROMPT, max_tokens=2)
+    tiers.answer(below.looking)
+    engine.step()
+    hanging = below.loading
+    tiers.fill(hanging, 1)
+    engine.wait(1.01)
+    assert engine.step().rows[0].start == 4
+    assert "quarantined" not in engine.ledger()
+    engine.run()
+    tiers.end(hanging)  # much later, and of no interest
+    engine.run()
+    assert engine.tokens("again") == continuation(PROMPT, 2)
+    engine.assert_clean()
+
+
 @pytest.mark.parametrize("found", [False, True])
 def test_look_up_when_it_takes_too_long_then_what_is_known_by_then_is_loaded(below: Below, found: bool) -> None:
     engine, tiers = below.engine, below.tiers

@@ -24,11 +24,13 @@ class TieredEngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 7, 16]),
         chunked=st.sampled_from([True, True, False]),
         least=st.sampled_from([1, 1, 9]),
+        quiet=st.sampled_from([False, False, True]),
         mode=st.sampled_from(MODES[:3]),
         filled=st.integers(-1, 5),
     )
-    def start(self, num_blocks, budget, chunked, least, mode, filled):
+    def start(self, num_blocks, budget, chunked, least, quiet, mode, filled):
         self.tiers = ScriptedTiers()
+        self.tiers.quiet = quiet
         self.engine = ScriptedEngine(
             num_blocks=num_blocks,
             tiers=self.tiers,
