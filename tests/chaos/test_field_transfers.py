@@ -19,7 +19,7 @@ import grpc
 import httpx
 import pytest
 
-from protos import cache_store_pb2, cache_store_pb2_grpc
+from protos import cache_store_pb2, cache_store_pb2_grpc, decode_pb2
 from rpc.errors import BatonError, ErrorCode
 from tests.chaos.cases import ROUTER_FLAGS, wait_workers_ready
 from tests.conformance.reference import clear_prompt, prompt_of, reference
@@ -329,6 +329,23 @@ def test_k14_conversations_when_releases_come_late_then_each_turn_ends_and_the_p
 
 
 # -- handshake and rendezvous ---------------------------------------------------------------------------------------
+
+
+def test_h2_address_when_it_leads_to_the_decode_server_itself_then_it_is_told_so_with_both_ids(
+    cluster: Cluster, pair: Pair
+) -> None:
+    decode = d_of(cluster)
+    source = pair.p.kv_source()
+    del source.cache_store_addresses[:]
+    source.cache_store_addresses.append(decode.cache_store[0])
+    before = counted(decode, "baton_handshakes_total", result="restarted")
+    request = generate_input("h2", prompt_of(40), model=MODEL, max_tokens=TOKENS)
+    message = decode_pb2.DecodeRequest(input=request, kv_source=source)
+    error = failed(EventReader(pair.d.decode.Decode(message, timeout=LIMIT_S)))
+    assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
+    assert error.metadata["cause"] in (ErrorCode.PEER_RESTARTED.name, ErrorCode.INCOMPATIBLE_PEER.name)
+    assert {p_of(cluster).engine_id, decode.engine_id} <= set(error.metadata.values())
+    assert counted(decode, "baton_handshakes_total", result="restarted") > before
 
 
 def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_gets_its_code_and_stage(

@@ -72,7 +72,7 @@ def local_stream(client: Client, request: common_pb2.GenerateInput) -> EventRead
 
 
 @pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
-def test_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seconds(module: str) -> None:
+def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seconds(module: str) -> None:
     port, http = free_port(), free_port()
     folder = tiny_model("llama")
     argv = [sys.executable, "-m", module, "--model", str(folder), *SERVER_FLAGS]

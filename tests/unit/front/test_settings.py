@@ -40,10 +40,6 @@ def test_parse_when_names_are_given_then_the_first_is_the_label(folder: str) -> 
     ("flags", "named"),
     [
         (["--model", "/nowhere/at/all"], "--model"),
-        (["--host", "0.0.0.0"], "--advertise-host"),
-        (["--host", "::"], "--advertise-host"),
-        (["--host", "0.0.0.0", "--advertise-host", "127.0.0.1"], "--advertise-host"),
-        (["--host", "0.0.0.0", "--advertise-host", "0.0.0.0"], "--advertise-host"),
         (["--tensor-parallel-size", "17"], "--tensor-parallel-size"),
         (["--tp-broadcast-timeout-seconds", "0.5"], "--tp-broadcast-timeout-seconds"),
         (["--block-size", "0"], "--block-size"),
@@ -55,6 +51,26 @@ def test_parse_when_a_value_cannot_be_used_then_the_message_names_the_flag(
 ) -> None:
     with pytest.raises(SettingsError, match=named):
         PrefillSettings.parse(["--model", folder, *flags], {})
+
+
+@pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--host", "0.0.0.0"],
+        ["--host", "::"],
+        ["--host", "0.0.0.0", "--advertise-host", "127.0.0.1"],
+        ["--host", "0.0.0.0", "--advertise-host", "0.0.0.0"],
+        ["--host", "10.0.0.7", "--advertise-host", "localhost"],
+        ["--host", "10.0.0.7", "--advertise-host", "::"],
+    ],
+    ids=" ".join,
+)
+def test_h2_parse_when_others_would_be_told_an_address_that_leads_to_themselves_then_the_flag_is_named(
+    folder: str, flags: list[str], role: type[PrefillSettings | DecodeSettings]
+) -> None:
+    with pytest.raises(SettingsError, match="--advertise-host"):
+        role.parse(["--model", folder, *flags], {})
 
 
 def test_parse_when_the_folder_has_no_config_then_it_says_what_is_missing(tmp_path: Path) -> None:

@@ -54,6 +54,25 @@ async def test_h6_a_router_with_a_decode_server_alone_refuses_until_a_prefill_se
         assert (result.tokens, result.finish.path) == (answer((5, 6, 7, 8), 6), "pd")
 
 
+async def test_h7_eight_servers_that_load_at_once_are_asked_again_and_again_and_none_is_lost():
+    async with running_cluster(4, 4) as cluster:
+        registry, lost = cluster.registry, []
+        registry.on_lost.append(lost.append)
+        for server in cluster.servers:
+            await server.set_state(worker_pb2.WORKER_STATE_STARTING)
+        await cluster.until(lambda: "ready" not in states(cluster))
+        for _ in range(3):
+            for worker in registry.workers():
+                registry.note_failure(worker, BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
+            await cluster.until(lambda: not any(worker.doubt for worker in registry.workers()))
+        assert not any(worker.disconnected for worker in registry.workers())
+        for server in cluster.servers:
+            await server.set_state(worker_pb2.WORKER_STATE_READY)
+        await cluster.ready(8)
+        assert lost == []
+        assert (await cluster.collect(make_request())).tokens == answer((5, 6, 7, 8), 6)
+
+
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "h:1:2", "http://h:1", "a b:1"])
 async def test_add_when_the_address_is_none_then_it_is_refused(address):
     async with running_cluster(0, 0) as cluster:
