@@ -126,20 +126,22 @@ def show_transfer(page: Page, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "transfer.json"
         command = [sys.executable, "-m", "bench.kv_transfer", "--tokens", str(TRANSFER_TOKENS)]
-        command += ["--repeat", str(rounds), "--json", str(file)]
+        command += ["--short", "--transports", "grpc,tcp", "--repeat", str(rounds), "--json", str(file)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode != 0:
             raise MeasurementFailed(f"bench.kv_transfer ended with status {ended.returncode}: {ended.stderr[-300:]}")
         rows: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())["rows"]
-    page.line(f"\n## KV transfer of {TRANSFER_TOKENS} tokens over loopback gRPC\n")
+    page.line(f"\n## KV transfer of {TRANSFER_TOKENS} tokens over loopback\n")
     for name, variant in (
-        ("checksum of every piece (the default)", "all"),
-        ("no checksum", "off"),
-        ("bare socket", "socket"),
+        ("grpc, checksum of every piece (the default)", "grpc all"),
+        ("grpc, no checksum", "grpc off"),
+        ("tcp, checksum of every piece", "tcp all"),
+        ("tcp, no checksum", "tcp off"),
+        ("bare socket", "bare socket"),
     ):
         rates = [float(row["gb_per_s"]) for row in rows[variant]]
         line = f"* {name}: {statistics.median(rates):.2f} GB/s ({min(rates):.2f}–{max(rates):.2f})"
-        if variant == "all":
+        if variant == "grpc all":
             verdict = page.verdict("KV transfer", statistics.median(rates) >= TRANSFER_GB_S)
             line += f", at least {TRANSFER_GB_S:g} GB/s: {verdict}"
         page.line(line)

@@ -2,7 +2,7 @@
 
 gRPC allocates about 1 MiB per event several times over. By default glibc takes buffers of that size from the kernel and
 gives them back when they are freed, which costs about 80,000 page faults per GB received: a load over loopback then ran
-at about two thirds of the rate (bench/kv_transfer.py shows faults and rate).
+at about two thirds of the rate (`python -m bench.kv_transfer` has rates).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""How fast the cache store moves KV from one process to another on this machine: `python -m bench.kv_transfer`."""
