@@ -30,7 +30,8 @@ IMPORT_TIMEOUT_S = 60.0  # for the process to start and to load the library
 # A request that takes longer than the library itself would ever wait: the process is replaced.
 HANG_S = 90.0
 HANG_OF_PROBE_S = 20.0
-CLOSE_S = 2.0  # for the process to leave the store in order
+LEAVE_S = 0.3  # that an engine which ends waits for the process to leave the store; it goes on by itself
+END_S = 2.0  # for a process that was killed, and for the link's thread
 TURN_S = 0.25  # between looks at what is due
 STDERR_LINES = 8  # kept to say why a process has ended
 MODULE = "cache_store.tiers.mooncake_client"
@@ -184,18 +185,23 @@ class ClientLink:
         self._life.succeeded()
 
     def close(self) -> None:
-        """Ends the process, in order if that can be had soon. Calls under way end as lost."""
+        """Ends the process, which may be a few seconds later: it takes its segment out of the store before. Calls
+        under way end as lost."""
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(END_S)
         process = self._process
         if process is not None:
-            with contextlib.suppress(TierError):
+            try:
                 self.begin("close")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(CLOSE_S)
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+                process.wait(LEAVE_S)
+            except TierError:  # it is ended below
+                pass
+            except subprocess.TimeoutExpired:
+                self._process = None
+                threading.Thread(target=_wait_for_end, args=(process,), name="kv-mooncake-leave", daemon=True).start()
         self._end_process()
         self._free_memory()
 
@@ -355,7 +361,7 @@ class ClientLink:
             message = control.recv(MAX_MESSAGE_BYTES)
             control.settimeout(None)
             if not message:
-                raise ConnectionResetError(f"it ended with status {process.wait(CLOSE_S)}")
+                raise ConnectionResetError(f"it ended with status {process.wait(END_S)}")
             imported = msgspec.msgpack.decode(message, type=Imported)
             if imported.problem:
                 raise LibraryMissing(imported.problem)
@@ -386,7 +392,7 @@ class ClientLink:
             if status is None:
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(CLOSE_S)
+                process.wait(END_S)
             assert process.stderr is not None
             process.stderr.close()
         self._connected = self._connecting = self._probing = False
@@ -402,3 +408,8 @@ class ClientLink:
             if call.on_end is not None:
                 call.on_end(call)
         return status
+
+
+def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes what leads there, and waits
+        pass
