@@ -188,6 +188,8 @@ def _serve(
             core.profiler = StepProfiler(Path(config.profile_dir), name, config.profile_max_seconds, wakeup.wake)
             core.profiler.prepare()
         _settle(config)
+        if hub is not None:
+            hub.serve()
         outbox.send(msgspec.msgpack.encode(EngineEnvelope(ready=ready)))
         _log.info("engine ready", extra={"blocks": ready.num_blocks, "load_seconds": round(ready.load_seconds, 3)})
         EngineLoop(core, inbox, outbox, wakeup).run()

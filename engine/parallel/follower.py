@@ -87,7 +87,7 @@ class Follower:
         Raises RankLost when rank 0 is gone or silent, CollectiveFailed when a rank did not take part in a step, and
         whatever a step of this rank raises.
         """
-        # Rank 0 has yet to tell the front, and to settle; its first frame ends the start.
+        # Rank 0 has yet to settle; its first frame ends the start.
         deadline = max(start_deadline(self.rank.config), time.monotonic() + self._port.timeout_s)
         while True:
             frame = self._port.receive(deadline)

@@ -137,12 +137,20 @@ class Hub:
         self._take()
         now = self._clock()
         if now - self._sent_at >= self._heartbeat_s:
-            seq = self._next()
-            for follower in self._followers:
-                if not follower.asked_at:
-                    follower.asked_at, follower.asked = now, seq
-            self._send(FollowerFrame(seq, heartbeat=True))
+            self._beat(now)
         self.poll_silence(now)
+
+    def serve(self) -> None:
+        """The start is over, for the followers too: from here on each side misses the other after the deadline of
+        serving. To be called before anybody is told that the engine is ready."""
+        self._beat(self._clock())
+
+    def _beat(self, now: float) -> None:
+        seq = self._next()
+        for follower in self._followers:
+            if not follower.asked_at:
+                follower.asked_at, follower.asked = now, seq
+        self._send(FollowerFrame(seq, heartbeat=True))
 
     def wait_s(self) -> float:
         """How long a loop that has nothing to compute may sleep before the next `heartbeat`."""

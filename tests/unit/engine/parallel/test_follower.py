@@ -14,6 +14,7 @@ from cache_store.events import AgentStats
 from engine.core import Wakeup
 from engine.parallel.follower import Follower
 from engine.parallel.frame_socket import FrameSocket, framed
+from engine.parallel.hub import Hub
 from engine.parallel.lost import RankLost
 from engine.parallel.messages import FollowerFrame
 from engine.parallel.port import Port
@@ -58,3 +59,35 @@ def test_silence_of_rank_0_when_the_agent_has_news_all_the_time_then_it_is_notic
     [(lost, at)] = ended
     assert (lost.rank, lost.metadata["cause"]) == (0, "silent")
     assert at - began >= SHORT_S
+
+
+def test_silence_of_rank_0_when_it_stops_as_soon_as_it_is_ready_then_it_is_not_taken_for_a_slow_start() -> None:
+    """The start may take minutes; `Hub.serve`, before anybody is told that the engine is ready, ends it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    hub, wakeup, port = Hub([ours], SHORT_S), Wakeup(), Port(theirs, SHORT_S)
+    agent = SimpleNamespace(poll_events=list, take_observations=list, stats=AgentStats)
+    start_deadline_ns = time.monotonic_ns() + int(1000 * LIMIT_S * 1e9)
+    rank = SimpleNamespace(
+        config=SimpleNamespace(rank=1, start_deadline_ns=start_deadline_ns),
+        runner=SimpleNamespace(device=torch.device("cpu")), agent=agent,
+    )  # fmt: skip
+    follower = Follower(rank, port, wakeup)  # type: ignore[arg-type]
+    ended: list[RankLost] = []
+
+    def follow() -> None:
+        try:
+            follower.run()
+        except RankLost as lost:
+            ended.append(lost)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    hub.serve()
+    thread.join(LIMIT_S)
+    noticed = not thread.is_alive()
+    hub.close()  # ends a follower that still waits
+    thread.join(LIMIT_S)
+    port.close()
+    wakeup.close()
+    assert noticed
+    assert [(lost.rank, lost.metadata["cause"]) for lost in ended] == [(0, "silent")]
