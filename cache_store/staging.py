@@ -63,7 +63,8 @@ class PeerMemory(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Copies between KV memory and host memory, or the KV memory of another process. Calls submit and do not block.
+    """Copies between KV memory and host memory, or the KV memory of another process. Calls submit and do not block; any
+    thread may make them.
 
     Copies of one direction (`read`; `write` and `fetch`) complete in the order of submission. A Ticket given as `after`
     must be reached before the copy begins: the device waits for it, not the caller.

@@ -10,6 +10,7 @@ as late as it may.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -114,6 +115,9 @@ class StreamCopyEngine:
         self._device = device
         self._layers = {place: _bytes_of(tensor) for place, tensor in layers.items()}
         self._out, self._in = _Lane(device), _Lane(device)
+        # A copy of scattered rows is queued in pieces that share the scratch memory of their direction: no other thread's
+        # may come between. Never held while anything is waited for.
+        self._queueing = threading.Lock()
         self._slots: list[torch.Tensor] = []  # pinned uint8 [slot bytes]
         self._lists: list[torch.Tensor] = []  # pinned int64: row numbers of the copy that uses the slot
 
@@ -132,6 +136,10 @@ class StreamCopyEngine:
         return self._device.mark()
 
     def read(self, rows: Rows, slot: Slot) -> Ticket:
+        with self._queueing:
+            return self._read(rows, slot)
+
+    def _read(self, rows: Rows, slot: Slot) -> Ticket:
         lane, layer, unit = self._out, self._layers[rows.group, rows.layer], rows.unit_bytes
         host = self._slots[slot.index][: rows.nbytes]
         found = runs(rows.numbers)
@@ -148,6 +156,10 @@ class StreamCopyEngine:
         return lane.stream.record()
 
     def write(self, slot: Slot, rows: Rows, after: Ticket | None = None) -> Ticket:
+        with self._queueing:
+            return self._write(slot, rows, after)
+
+    def _write(self, slot: Slot, rows: Rows, after: Ticket | None) -> Ticket:
         lane, layer, unit = self._in, self._layers[rows.group, rows.layer], rows.unit_bytes
         host = self._slots[slot.index][: rows.nbytes]
         if after is not None:
@@ -168,6 +180,10 @@ class StreamCopyEngine:
     def fetch(
         self, memory: PeerMemory, source: Rows, target: Rows, scratch: Slot, after: Ticket | None = None
     ) -> Ticket:
+        with self._queueing:
+            return self._fetch(memory, source, target, scratch, after)
+
+    def _fetch(self, memory: PeerMemory, source: Rows, target: Rows, scratch: Slot, after: Ticket | None) -> Ticket:
         layers: Mapping[tuple[str, int], torch.Tensor] = memory.layers  # type: ignore[attr-defined]  # of our device
         theirs, own = layers[source.group, source.layer], self._layers[target.group, target.layer]
         lane, unit = self._in, source.unit_bytes

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -198,6 +199,7 @@ def test_fetch_when_done_then_the_peers_rows_are_here(
 
 CHILD = """
 import sys
+import threading
 from cache_store.host_copies import HostCopyEngine
 from cache_store.shared_memory import MemoryFile
 from cache_store.layout import GroupLayout
@@ -257,3 +259,31 @@ def test_engine_without_files_shares_nothing_and_opens_no_other_kind() -> None:
     with pytest.raises(MemoryUnavailable, match="kind"):
         engine.open(pb.SharedPool(kind="cuda"))
     engine.close()
+
+
+def test_copies_of_scattered_rows_when_two_threads_submit_them_then_neither_gets_the_others_bytes() -> None:
+    layers = memory(1)
+    engine = make("streams", layers)
+    assert isinstance(engine, StreamCopyEngine)
+    one, other = slot_of(engine, 8192), slot_of(engine, 8192)
+    first, second = share(0, SCATTERED), share(1, SCATTERED[::-1])
+    stream = engine._out.stream
+    upload, threads = stream.copy, []  # type: ignore[attr-defined]
+    done = threading.Event()
+
+    def between(target: torch.Tensor, source: torch.Tensor) -> None:
+        """The other thread comes when the first one has queued a part of its copy."""
+        upload(target, source)
+        if not threads:
+            threads.append(threading.Thread(target=lambda: (engine.read(second, other), done.set())))
+            threads[0].start()
+            done.wait(0.2)
+
+    stream.copy = between  # type: ignore[method-assign]
+    engine.read(first, one).wait()
+    assert done.wait(10)
+    threads[0].join(10)
+    engine.read(first, slot_of(engine, 8192)).wait()  # and everything before it
+    for slot, layer, numbers in ((one, 0, SCATTERED), (other, 1, SCATTERED[::-1])):
+        expected = b"".join(layers[layer][number].tobytes() for number in numbers)
+        assert bytes(slot.view[: len(expected)]) == expected
