@@ -36,6 +36,8 @@ GPU = declared(PROJECT["project"]["optional-dependencies"]["gpu"])
 TRACING = declared(PROJECT["project"]["optional-dependencies"]["tracing"])
 # What the tier on Mooncake Store needs besides; the process that holds its client imports it when it starts.
 MOONCAKE = declared(PROJECT["project"]["optional-dependencies"]["mooncake"])
+# One of the builds that the extra brings; its agent's process imports it when it starts.
+NIXL = {"nixl-cu12"}
 DISTRIBUTED_AS = {"flashinfer": "flashinfer-python"}  # packages that need not be installed here
 DEV = declared(PROJECT["project"]["optional-dependencies"]["dev"])
 
@@ -133,8 +135,8 @@ def test_tests_when_they_import_a_package_then_it_is_declared() -> None:
 
 def test_dev_extra_when_it_declares_a_package_then_a_test_or_a_tool_needs_it() -> None:
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / name for name in REFERENCE)]
-    # Kernels are tested in Triton's interpreter, traces and the shared tier with all that their extras bring.
-    extras = GPU | TRACING | MOONCAKE
+    # Kernels are tested in Triton's interpreter, the others with all that their extras bring.
+    extras = GPU | TRACING | MOONCAKE | NIXL
     unused = DEV - set(needed(files)) - TOOLS - extras - {name for name in DEV if name.startswith("types-")}
     assert unused <= {"grpcio-tools"}, "grpcio-tools makes the stubs"
 
