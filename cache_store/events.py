@@ -62,8 +62,8 @@ class LoadFailed:
 
     `delivered` and `missing` count pieces (blocks x layers). With `retriable_here`, P still holds the KV: the engine
     answers with `load(..., reload=True)` (once, into new blocks) or `cancel_load`; P's lease bounds how long it may
-    take its time. With `foreign` its blocks may hold bytes of other requests, finite numbers or not: they are to be
-    wiped before they are given out.
+    take its time. With `foreign` its blocks may hold bytes that nobody has checked, of other requests or damaged ones,
+    finite numbers or not: they are to be wiped before they are given out.
     """
 
     request_key: str

@@ -29,7 +29,7 @@ from cache_store.pool import KvPool
 from cache_store.service import observe_failure
 from cache_store.settings import AgentSettings
 from cache_store.staging import Staging, Ticket
-from cache_store.transports import ONE_SIDED, Offer
+from cache_store.transports import ONE_SIDED, TCP, Offer
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, fault_async
@@ -87,6 +87,7 @@ class Puller:
     ) -> None:
         self._identity = identity
         self._pool = pool
+        self._staging = staging
         self._settings = settings
         self._observe = observe
         self._emit = emit
@@ -328,9 +329,13 @@ class Puller:
             self._release_all(job.key, job.source, generations, error)
         else:
             self._let_go(job.key)
-        # With ipc, bytes that were read late may be those of another request.
-        foreign = any(leg.transport in ONE_SIDED and leg.sent for leg in job.legs)
+        foreign = any(leg.sent and self._unchecked_bytes(leg.transport) for leg in job.legs)
         return LoadFailed(job.key, error, delivered, missing, retriable, events, foreign, job.transport)
+
+    def _unchecked_bytes(self, transport: str) -> bool:
+        """Whether a failed load may leave bytes in its blocks that nobody has checked: read late, they may be those of
+        another request; over tcp they are in host memory before their checksums are compared, damaged ones too."""
+        return transport in ONE_SIDED or (transport == TCP and self._staging is None)
 
     def _keep(self, job: Job, generations: dict[str, int | None], now: float) -> None:
         """Says nothing to P yet. What is kept is forgotten when P's own clock has ended the lease; of one of several

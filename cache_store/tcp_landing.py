@@ -3,7 +3,8 @@
 Notices say which blocks come next, so their places are known before the bytes are there: in host memory the kernel
 writes them to these (`HostTarget`); on the way to a device it writes them into a slot (`StagedTarget`). What lies there
 is compared with the checksums, piece by piece while it is still in the processor's cache, and a block counts only then.
-A failed load may leave half of a block behind, of its own request.
+A failed load may leave half of a block behind, or a damaged one, whose numbers may be
+none (NaN): in host memory its blocks have to be wiped (`events.LoadFailed.foreign`).
 
 A slot is held while bytes flow. When the sender does not keep up within a worker's turn (data_connection.TURN_S), what
 has come is copied aside and the slot is given back until the rest is here, so a slow peer holds memory and no slot.

@@ -375,8 +375,8 @@ class AgentTransfer:
                     )
 
     def _wipe(self, request: Request | None) -> None:
-        """What was received of a prompt whose computation failed, or out of blocks that were given away meanwhile, may
-        hold NaN, see `ModelRunner.wipe`."""
+        """What was received of a prompt whose computation failed, out of blocks that were given away meanwhile, or with
+        damage that was found only in its place, may hold NaN, see `ModelRunner.wipe`."""
         if request is None or request.allocation is None:
             return
         for tag, held in request.allocation.groups.items():

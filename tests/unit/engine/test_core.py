@@ -246,6 +246,29 @@ def test_handover_when_a_load_breaks_then_it_is_repeated_without_a_new_prefill(r
         assert d.clean()
 
 
+@pytest.mark.parametrize(
+    ("transport", "fault"),
+    [
+        ("ipc", "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=1"),
+        ("tcp", "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=1"),
+        ("tcp", "cache_store.piece_bytes:corrupt"),
+    ],
+)
+def test_handover_when_unchecked_bytes_lie_in_the_pool_then_they_are_wiped_before_anybody_gets_the_blocks(
+    transport, fault
+):
+    options = {"kv_transport": transport, "kv_load_failure_policy": "fail"}
+    with pair(options, options) as (p, d):
+        pools = d.core.runner.kv_layers["full"]
+        before = [pool.clone() for pool in pools]
+        faults.arm(fault)
+        d.add("a#0.00000000", PROMPT, RunMode.DECODE, source=p.source)
+        p.add("a#0.00000000", PROMPT, RunMode.PREFILL)
+        run_until([p, d], lambda: d.ended("a#0.00000000") and p.clean() and d.clean())
+        assert d.last("a#0.00000000").error.code == ErrorCode.LOAD_KV_CACHE_FAILED
+        assert all(torch.equal(pool, old) for pool, old in zip(pools, before, strict=True))
+
+
 def test_handover_when_the_prefill_is_unreachable_then_d_computes_the_prompt_itself(reference):
     with pair() as (p, d):
         p.core.agent.close(2.0)
