@@ -115,8 +115,8 @@ class StreamCopyEngine:
         self._device = device
         self._layers = {place: _bytes_of(tensor) for place, tensor in layers.items()}
         self._out, self._in = _Lane(device), _Lane(device)
-        # A copy of scattered rows is queued in pieces that share the scratch memory of their direction: no other thread's
-        # may come between. Never held while anything is waited for.
+        # A copy of scattered rows is queued in pieces that share the scratch memory of their direction: no pieces of
+        # another thread's may come between. Never held while anything is waited for.
         self._queueing = threading.Lock()
         self._slots: list[torch.Tensor] = []  # pinned uint8 [slot bytes]
         self._lists: list[torch.Tensor] = []  # pinned int64: row numbers of the copy that uses the slot
