@@ -23,11 +23,12 @@ class TierKeys:
     """Names of the blocks of one cache group of one rank."""
 
     def __init__(
-        self, model_fingerprint: str, layout: GroupLayout, *, tp_rank: int = 0, tp_size: int = 1, numerics: str = ""
+        self, model: str, layout: GroupLayout, *, tp_rank: int = 0, tp_size: int = 1, numerics: str = ""
     ) -> None:
-        """numerics: what computes, as far as it has a say in the last bits: device and attention backend."""
+        """model: a name for weights and configuration. numerics: what computes, as far as it has a say in the last
+        bits: device and attention backend."""
         state = blake2b(digest_size=KEY_BYTES, key=_KEY)
-        texts = (model_fingerprint, layout.dtype, layout.tag, numerics)
+        texts = (model, layout.dtype, layout.tag, numerics)
         for text in texts:  # each with its length, so that no two domains run together
             encoded = text.encode()
             state.update(struct.pack("<I", len(encoded)) + encoded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,40 @@ def _hash_samples(digest: xxhash.xxh3_128, stream: Any, begin: int, size: int) -
         digest.update(stream.read(span))
 
 
+def _entries(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
+    """By name of the tensor: its file, where the data of that file begins, and what the header says of it."""
+    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for file in checkpoint_files(folder):
+        header, data_begin = _read_header(file)
+        entries.update({name: (file, data_begin, entry) for name, entry in header.items()})
+    return entries
+
+
+def weights_digest(folder: Path, load_format: str = "auto") -> str:
+    """32 hex digits (XXH3-128) over every byte of every tensor: unlike the fingerprint, it differs when a single value
+    does. It reads all files, so it is for those who keep what was computed, or share it among models. Empty for
+    weights that are made up from the configuration."""
+    if load_format == "dummy":
+        return ""
+    entries = _entries(folder)
+    digest = xxhash.xxh3_128()
+    maps: dict[Path, mmap.mmap] = {}
+    try:
+        for name in sorted(entries):
+            file, data_begin, entry = entries[name]
+            digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+            if file not in maps:
+                with file.open("rb") as stream:
+                    maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            first, last = entry["data_offsets"]
+            with memoryview(maps[file]) as view, view[data_begin + first : data_begin + last] as data:
+                digest.update(data)
+    finally:
+        for each in maps.values():
+            each.close()
+    return digest.hexdigest()
+
+
 def model_fingerprint(folder: Path, load_format: str = "auto", device: str = "cpu") -> str:
     """32 hex digits (XXH3-128) over configuration, tensor names, dtypes, shapes, and sampled bytes of each.
 
@@ -53,10 +88,7 @@ def model_fingerprint(folder: Path, load_format: str = "auto", device: str = "cp
     if load_format == "dummy":
         digest.update(b"dummy" if device == "cpu" else b"dummy" + device.encode())
         return digest.hexdigest()
-    entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for file in checkpoint_files(folder):
-        header, data_begin = _read_header(file)
-        entries.update({name: (file, data_begin, entry) for name, entry in header.items()})
+    entries = _entries(folder)
     for name in sorted(entries):
         file, data_begin, entry = entries[name]
         first, last = entry["data_offsets"]

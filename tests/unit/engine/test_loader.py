@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.loader.checkpoint import INDEX_FILE, SINGLE_FILE
 from engine.loader.errors import ModelLoadError
-from engine.loader.fingerprint import model_fingerprint
+from engine.loader.fingerprint import model_fingerprint, weights_digest
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.inputs import build_inputs
 from engine.runner.model_runner import ModelRunner
@@ -157,3 +157,15 @@ def test_fingerprint_when_weights_or_configuration_change_then_changes(folder: P
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4, "transformers_version": "9"}))
     assert model_fingerprint(folder) == third
     assert len({first, second, third}) == 3
+
+
+def test_weights_digest_when_a_single_value_differs_then_it_does_and_files_do_not_matter(folder: Path) -> None:
+    first, fingerprint = weights_digest(folder), model_fingerprint(folder)
+    assert len(first) == 32
+    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][7, 11].add_(0.5))
+    second = weights_digest(folder)
+    assert second != first
+    assert model_fingerprint(folder) == fingerprint  # which looks at samples
+    shard(folder)
+    assert weights_digest(folder) == second
+    assert weights_digest(folder, "dummy") == ""

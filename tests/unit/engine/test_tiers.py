@@ -3,22 +3,25 @@ refused."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
+from engine.loader.checkpoint import SINGLE_FILE
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.real_engine import RealEngine, run_until
-from tests.unit.engine.tiny_models import VOCAB_SIZE
+from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
 
 BLOCK = 8
 PROMPT = [(5 * i * i + 3 * i) % (VOCAB_SIZE - 2) + 2 for i in range(10 * BLOCK + 3)]
 
 
-def tiered(path: Path, **options: object) -> RealEngine:
+def tiered(path: Path, model: str | Path = "llama", **options: object) -> RealEngine:
     settings = {"kv_disk_path": str(path), "kv_disk_bytes": 1 << 24, "kv_tier_min_tokens": BLOCK, **options}
-    return RealEngine("decode", kv_tier_timeout_ms=20_000, **settings)
+    return RealEngine("decode", model, kv_tier_timeout_ms=20_000, **settings)
 
 
 def answer(engine: RealEngine, key: str, prompt: list[int] = PROMPT, **options: object) -> tuple[list[int], int]:
@@ -45,6 +48,21 @@ def test_engine_when_blocks_have_another_form_then_does_not_find_them(tmp_path: 
     with tiered(tmp_path) as first:
         expected, _ = answer(first, "computed")
     with tiered(tmp_path, block_size=16) as second:
+        assert answer(second, "again") == (expected, 0)
+
+
+def test_engine_when_one_weight_is_another_then_does_not_find_what_the_other_model_computed(tmp_path: Path) -> None:
+    model, blocks = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model")), tmp_path / "blocks"
+    with tiered(blocks, model=model) as first:
+        answer(first, "computed")
+        fingerprint = first.ready.model_fingerprint
+    weights = load_file(model / SINGLE_FILE)
+    weights["model.embed_tokens.weight"][PROMPT[0], 11] += 0.5
+    save_file(weights, model / SINGLE_FILE)
+    with RealEngine("decode", model=model) as plain:
+        expected, _ = answer(plain, "plain")
+    with tiered(blocks, model=model) as second:
+        assert second.ready.model_fingerprint == fingerprint  # by its samples it is the same
         assert answer(second, "again") == (expected, 0)
 
 
