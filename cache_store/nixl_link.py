@@ -15,6 +15,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ FIRST_READ_S = 5.0  # for a peer to answer the first read of its memory
 RETRY_S = 60.0  # after a start that failed
 CLOSE_S = 5.0
 MODULE = "cache_store.nixl_process"
+LOG_SETTINGS = ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")  # whoever sets one wants to see what the library says
+MAX_WRITTEN_BYTES = 64 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -72,12 +75,15 @@ class Body(Protocol):
 
 class _Process:
     def __init__(self, theirs: socket.socket, descriptors: Sequence[int]) -> None:
+        # What the library writes when it ends its process is told with the end; it is no line of the server's log.
+        told = any(name in os.environ for name in LOG_SETTINGS)
+        self._written = None if told else tempfile.TemporaryFile()  # noqa: SIM115 - closed by `wait`
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *descriptors],
             stdin=subprocess.DEVNULL,
-            # The pools' files only; Ctrl-C is the engine's, and the process ends with its socket.
-            start_new_session=True,
+            stderr=self._written,
+            start_new_session=True,  # Ctrl-C is the engine's; the process ends with its socket
         )
         self.pid = self._process.pid
 
@@ -86,7 +92,14 @@ class _Process:
 
     def wait(self) -> str:
         status = self._process.wait()
-        return f"signal {-status}" if status < 0 else f"status {status}"
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        if self._written is not None:
+            with self._written as written:
+                written.seek(0)
+                lines = written.read(MAX_WRITTEN_BYTES).decode(errors="replace").split("\n")
+            said = next((line.strip() for line in lines if "atal" in line or "rror" in line), "")
+            how += f": {said[:200]}" if said else ""
+        return how
 
 
 class _Thread:

@@ -67,7 +67,13 @@ def pair(transport: str = "nixl", **more: float | str) -> Iterator[Pair]:
 @contextmanager
 def standing_still(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+
+    def stopped() -> bool:
+        return all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in threads.iterdir())
+
     try:
+        until(stopped, "the process stands still")
         yield
     finally:
         with suppress(ProcessLookupError):
@@ -105,6 +111,12 @@ def test_read_when_the_peers_process_is_killed_in_its_middle_then_a_typed_error_
         decode.load_done()
         assert np.array_equal(decode.blocks([3, 4]), prefill.blocks([5, 6]))
         prefill.lease_ended()
+        with nodes(SharedNode("prefill-2", settings(transport="nixl"), seed=3)) as (another,):
+            another.stage(key_of(2), [9])
+            decode.load(another.source, key_of(2), [8])
+            decode.load_done()
+            assert np.array_equal(decode.blocks([8]), another.blocks([9]))
+            another.lease_ended()
 
 
 @needs_nixl
@@ -136,7 +148,7 @@ def test_read_when_the_peer_stands_still_then_blocks_come_back_once_the_own_proc
 @needs_nixl
 @pytest.mark.usefixtures("over_tcp")
 def test_read_when_the_lease_ends_before_it_is_done_then_the_load_fails() -> None:
-    with pair(lease_seconds=0.5) as (prefill, decode):
+    with pair(lease_seconds=2.0) as (prefill, decode):
         warm_up(prefill, decode)
         with standing_still(pid_of(prefill)):
             begin_hanging_load(prefill, decode, [5, 6], [1, 2])
@@ -165,21 +177,23 @@ def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 numbers = itertools.count(1000)
 
 
-def load_until(prefill: Node, decode: Node, transport: str) -> list[str]:
-    """Loads one after the other until one goes by `transport`; what each went by."""
-    used: list[str] = []
+def load_one(prefill: Node, decode: Node) -> str:
+    """What a load goes by."""
+    key = key_of(next(numbers))
+    prefill.stage(key, [5])
+    decode.load(prefill.source, key, [1])
+    transport = decode.load_done().transport
+    assert np.array_equal(decode.blocks([1]), prefill.blocks([5]))
+    prefill.lease_ended()
+    return transport
 
-    def load() -> bool:
-        key = key_of(next(numbers))
-        prefill.stage(key, [5])
-        decode.load(prefill.source, key, [1])
-        used.append(decode.load_done().transport)
-        assert np.array_equal(decode.blocks([1]), prefill.blocks([5]))
-        prefill.lease_ended()
-        return used[-1] == transport
 
-    until(load, f"a load by {transport}")
-    return used
+def load_until_both_have_nixl(prefill: Node, decode: Node) -> None:
+    """Loads that do not wait for it: the first one has the peer make it, the second one this side."""
+    for node in (prefill, decode):
+        assert link_of(node).session is None
+        assert load_one(prefill, decode) == "tcp"
+        until(lambda node=node: link_of(node).session is not None, "nixl is ready")  # type: ignore[misc]
 
 
 @needs_nixl
@@ -187,9 +201,8 @@ def load_until(prefill: Node, decode: Node, transport: str) -> list[str]:
 def test_auto_between_two_machines_then_nixl_is_made_when_it_is_asked_for_and_nobody_waits_for_it() -> None:
     with pair("auto") as (prefill, decode):
         assert prefill.agent.transports == ("ipc", "nixl", "tcp", "grpc")
-        assert link_of(prefill).session is None and link_of(decode).session is None
-        used = load_until(prefill, decode, "nixl")
-        assert used[0] == "tcp"
+        load_until_both_have_nixl(prefill, decode)
+        assert load_one(prefill, decode) == "nixl"
         assert decode.count("kv_transport_fallbacks_total") == 0
 
 
@@ -213,13 +226,9 @@ def test_metadata_of_a_peer_when_it_is_damaged_then_another_transport_is_used_wi
 
     monkeypatch.setattr(NixlLink, "describe", damaged)
     with pair("auto") as (prefill, decode), caplog.at_level(logging.WARNING, "cache_store"):
-
-        def left_out() -> bool:
-            load_until(prefill, decode, "tcp")
-            return decode.count("kv_transport_fallbacks_total", transport="nixl", reason="memory") == 1
-
-        until(left_out, "nixl is left out")
-        assert load_until(prefill, decode, "tcp") == ["tcp"]
+        load_until_both_have_nixl(prefill, decode)
+        assert load_one(prefill, decode) == load_one(prefill, decode) == "tcp"
+        assert decode.count("kv_transport_fallbacks_total", transport="nixl", reason="memory") == 1
         said = [record.getMessage() for record in caplog.records if "nixl" in record.getMessage()]
         assert len(said) == 1 and said[0].startswith(f"peer={prefill.address}: transport nixl is left out: ")
 
@@ -247,11 +256,11 @@ def test_process_when_it_cannot_start_then_auto_goes_without_it_with_one_warning
     monkeypatch.setattr(nixl_link, "MODULE", "cache_store.there_is_no_such_module")
     with pair("auto") as (prefill, decode):
         with caplog.at_level(logging.WARNING, "cache_store"):
-            load_until(prefill, decode, "tcp")
+            assert load_one(prefill, decode) == "tcp"
             until(
                 lambda: prefill.count("kv_transport_fallbacks_total", transport="nixl", reason="failed") == 1, "tried"
             )
-            assert load_until(prefill, decode, "tcp") == ["tcp"]
+            assert load_one(prefill, decode) == "tcp"
         said = [record for record in caplog.records if "transport nixl is not possible" in record.getMessage()]
         assert len(said) == 1
     with pytest.raises(BatonError) as refused:
