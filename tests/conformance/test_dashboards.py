@@ -146,6 +146,7 @@ def chosen(role: str) -> set[str]:
 _LISTS = {
     "prefill": SERVER_GAUGES | CALLS | LOOKUP | HANDSHAKE | PROMPT_GRAPHS | {
         "baton_kv_leases_active", "baton_kv_lease_hold_seconds outcome=released",
+        "baton_kv_lease_renewals_total result=ok source=open_load",  # D asks after it has read P's memory
         "baton_kv_publish_seconds", "baton_kv_transfer_bytes_total direction=sent",
         *(f"{name} kind=prefill" for name in STEP),
         *(f"baton_stage_seconds stage={stage}"
