@@ -67,6 +67,8 @@ def verify(data: memoryview, block_bytes: int, blocks: Sequence[int], expected: 
 
 def compare(sums: Sequence[int], blocks: Sequence[int], expected: Sequence[int], where: str) -> None:
     """Like `verify`, with the checksums of what arrived."""
+    if sums == expected:
+        return
     for block, have, want in zip(blocks, sums, expected, strict=True):
         if have != want:
             raise BatonError(

@@ -30,7 +30,8 @@ from cache_store.staging import settled
 
 TOKEN_BYTES = 16
 TURN_S = 0.005
-TURN_BYTES = 8 << 20
+TURN_BYTES = 16 << 20
+REPORT_BYTES = 4 << 20  # moved within a turn before the loop hears of it: to wake it costs both threads time
 # Bytes of one system call: they are looked at (checksums) while they are still in the processor's cache.
 CALL_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20
@@ -186,6 +187,7 @@ class Mover:
         self._turned = turned
         self._loop = asyncio.get_running_loop()
         self._queue: deque[Transfer] = deque()
+        self._finished: deque[Transfer] = deque()  # moved, and not yet reported
         self._turn: asyncio.Future[tuple[int, bool, Exception | None]] | None = None
         self._waiting = False
         self._ended = False
@@ -212,6 +214,7 @@ class Mover:
 
     def _take_turn(self) -> tuple[int, bool, Exception | None]:
         total = 0
+        reported = 0
         try:
             while self._queue and total < TURN_BYTES and not self._ended:
                 transfer = self._queue[0]
@@ -223,7 +226,10 @@ class Mover:
                     if count < size:
                         return total, True, None
                 self._queue.popleft()
-                self._loop.call_soon_threadsafe(self._done, transfer)
+                self._finished.append(transfer)
+                if total - reported >= REPORT_BYTES:
+                    reported = total
+                    self._loop.call_soon_threadsafe(self._report)
         except BlockingIOError:
             return total, True, None
         except OSError as error:
@@ -243,8 +249,13 @@ class Mover:
 
     # ---- on the loop
 
+    def _report(self) -> None:
+        while self._finished:
+            self._done(self._finished.popleft())
+
     def _end_turn(self, turn: asyncio.Future[tuple[int, bool, Exception | None]]) -> None:
         self._turn = None
+        self._report()
         if turn.cancelled():  # with its loop, at the agent's end
             return
         total, held_up, error = turn.result()

@@ -136,7 +136,7 @@ class Load:
         if pending is None or not header.HasField("layer") or layer >= len(pending.missing):
             self._count("unknown", max(1, len(header.blocks)))
             self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
-        wanted, blocks = pending.wanted, header.blocks
+        wanted, blocks = pending.wanted, list(header.blocks)
         direct = self.transport in ONE_SIDED
         expected_bytes = wanted.piece_bytes * len(blocks) if self.transport == GRPC else 0
         if header.block_bytes != wanted.piece_bytes or data_bytes != expected_bytes or not blocks:
@@ -150,8 +150,11 @@ class Load:
         if bool(header.source_blocks) != direct:
             self.fail_with(breach("a piece event of another transport than agreed"))
         arrived = pending.arrived[layer]
+        at = blocks[0] - wanted.first_block
+        # Neighbours of which none has arrived, which is the rule, are looked at together.
+        together = 0 <= at <= len(arrived) - len(blocks) and blocks == list(range(blocks[0], blocks[0] + len(blocks)))
         before = -1
-        for block in blocks:
+        for block in () if together and 1 not in arrived[at : at + len(blocks)] else blocks:
             at = block - wanted.first_block
             if not 0 <= at < len(arrived):
                 self._count("unknown")
@@ -188,7 +191,7 @@ class Load:
         """sums: of what arrived, block by block. Raises KV_CHECKSUM_MISMATCH."""
         try:
             where = f"{header.group!r}, layer {header.layer}"
-            checksum.compare(sums, header.blocks, header.checksums, where)
+            checksum.compare(sums, header.blocks, list(header.checksums), where)
         except BatonError as error:
             self._count("checksum")
             self.fail_with(error)
@@ -196,10 +199,12 @@ class Load:
     def on_taken(self, header: cache_store_pb2.PieceHeader) -> None:
         """An expected event is being copied into the pool: from now on a second one of its blocks is a duplicate."""
         pending = self._pending[header.group]
-        arrived = pending.arrived[header.layer]
-        first = pending.wanted.first_block
-        for block in header.blocks:
-            arrived[block - first] = 1
+        arrived, begin, blocks = pending.arrived[header.layer], pending.wanted.first_block, header.blocks
+        if blocks[-1] - blocks[0] == len(blocks) - 1:  # they ascend
+            arrived[blocks[0] - begin : blocks[-1] + 1 - begin] = b"\x01" * len(blocks)
+            return
+        for block in blocks:
+            arrived[block - begin] = 1
 
     def on_delivered(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> None:
         """The payload of an event that was taken is in the pool."""

@@ -55,6 +55,9 @@ def block_rows(
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """(first, count) of each run of consecutive numbers, in order."""
+    numbers = list(numbers)
+    if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return [(numbers[0], len(numbers))]
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and number == found[-1][0] + found[-1][1]:

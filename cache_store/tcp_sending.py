@@ -1,9 +1,9 @@
 """P's end of an open load with the transport tcp: notices on the stream say what comes, a socket carries the bytes.
 
-A run is made ready (its blocks found, on a device copied out of it, its checksums made), its notice is sent, and its
-bytes are queued for the socket, in the order of the notices. All three go on at once for runs that follow each other:
-`AHEAD` runs are being made ready, and `QUEUED_BYTES` wait for the socket. Out of host memory no byte is copied on this
-side but by the kernel; out of a device each is copied once, into the slot from which it is sent.
+Runs are made ready (their blocks found, on a device copied out of it, their checksums made), their notices are sent,
+and their bytes are queued for the socket, in the order of the notices. All three go on at once for runs that follow one
+another: `AHEAD` batches are being made ready, and `QUEUED_BYTES` wait for the socket. Out of host memory no byte is
+copied on this side but by the kernel; out of a device each is copied once, into the slot from which it is sent.
 
 A slot is held until its bytes were taken by the socket. When the peer does not keep up within a worker's turn
 (data_connection.TURN_S), what is left of them is copied aside and the slot is given back, so a slow peer costs memory
@@ -16,7 +16,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,32 +34,45 @@ from protos import cache_store_pb2 as pb
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 
-AHEAD = 3
-QUEUED_BYTES = 4 << 20
-NOTICE_BYTES = 4 << 20  # of what one event speaks at the most
+AHEAD = 2
+BATCH_BYTES = 4 << 20
+QUEUED_BYTES = 8 << 20
+NOTICE_BYTES = 4 << 20  # an event that speaks of so much is sent
 INLINE_BYTES = 64 * 1024  # checksums of so much are made on the loop
 GATHERED_ROW_BYTES = 2048  # rows that are smaller are gathered: a system call takes few views
 # The word of the peer itself, that it has given up or that the lease has ended, is on its way by the stream.
 GRACE_S = 1.0
 
 
-@dataclass(eq=False)
-class Outgoing:
-    """A run that is ready to be sent. `slot` is given back when its bytes are out of it."""
+@dataclass(frozen=True)
+class Part:
+    """Blocks of a run, and what is said of them."""
 
     run: Run
     blocks: list[int]
+    sums: list[int]
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """Runs that are ready to be sent, one after the other. `slot` is given back when their bytes are out of it."""
+
+    parts: list[Part]
     transfer: Transfer
-    sums: list[int] = field(default_factory=list)
     slot: Slot | None = None
 
 
+Chosen = list[tuple[Run, list[int]]]
+
+
 class Source(ABC):
-    """How the bytes of a run become views that can be sent."""
+    """How the bytes of runs become views that can be sent. `batch_bytes`: of the runs that are made ready together."""
+
+    batch_bytes: int
 
     @abstractmethod
-    async def begin(self, sender: TcpSender, run: Run, blocks: list[int]) -> asyncio.Future[Outgoing]:
-        """Begins to make a run ready. May wait for room. To cancel the future does not end the copy."""
+    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[Outgoing]:
+        """Begins to make runs ready. May wait for room. To cancel the future does not end the copy."""
 
     def give_back(self, outgoing: Outgoing) -> None:
         """Its bytes are no longer needed, or lie elsewhere. Idempotent."""
@@ -69,48 +82,58 @@ class Source(ABC):
 class HostSource(Source):
     """Blocks in host memory: views of the pool."""
 
+    batch_bytes = BATCH_BYTES
+
     def __init__(self, pool: HostKvPool) -> None:
         self._pool = pool
 
-    async def begin(self, sender: TcpSender, run: Run, blocks: list[int]) -> asyncio.Future[Outgoing]:
+    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[Outgoing]:
         loop = asyncio.get_running_loop()
-        rows = sender.rows(run, blocks)
+        rows = [sender.rows(run, blocks) for run, blocks in chosen]
         workers = sender.link.workers
-        work = rows.nbytes >= INLINE_BYTES and (sender.covered(run, blocks) or rows.unit_bytes < GATHERED_ROW_BYTES)
-        if work and workers is not None:
-            return loop.run_in_executor(workers, self._make, sender, run, blocks, rows)
+        work = sum(
+            each.nbytes
+            for each, (run, blocks) in zip(rows, chosen, strict=True)
+            if each.unit_bytes < GATHERED_ROW_BYTES or sender.covered(run, blocks)
+        )
+        if work >= INLINE_BYTES and workers is not None:
+            return loop.run_in_executor(workers, self._make, sender, chosen, rows)
         made: asyncio.Future[Outgoing] = loop.create_future()
-        made.set_result(self._make(sender, run, blocks, rows))
+        made.set_result(self._make(sender, chosen, rows))
         return made
 
-    def _make(self, sender: TcpSender, run: Run, blocks: list[int], rows: Rows) -> Outgoing:
+    def _make(self, sender: TcpSender, chosen: Chosen, rows: list[Rows]) -> Outgoing:
+        return sender.pack(chosen, [self._views(each) for each in rows])
+
+    def _views(self, rows: Rows) -> list[memoryview]:
         layer = self._pool.layer(rows.group, rows.layer)
+        if rows.unit_bytes >= GATHERED_ROW_BYTES:
+            return views_of(layer, rows)
         check_rows(rows, layer.nbytes)
-        if rows.unit_bytes < GATHERED_ROW_BYTES:
-            gathered = memoryview(bytearray(rows.nbytes))
-            copy_rows(layer, rows, gathered, Rows(rows.group, rows.layer, rows.unit_bytes, range(len(rows.numbers))))
-            views = [gathered]
-        else:
-            views = views_of(layer, rows)
-        return sender.pack(run, blocks, views)
+        gathered = memoryview(bytearray(rows.nbytes))
+        copy_rows(layer, rows, gathered, Rows(rows.group, rows.layer, rows.unit_bytes, range(len(rows.numbers))))
+        return [gathered]
 
 
 class StagedSource(Source):
     """Blocks on a device: copied into a slot, and sent from there. A block that is larger than a slot goes through it
     in parts."""
 
+    batch_bytes = 1  # one run
+
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
-    async def begin(self, sender: TcpSender, run: Run, blocks: list[int]) -> asyncio.Future[Outgoing]:
+    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[Outgoing]:
+        ((run, blocks),) = chosen
         ring, rows = self._staging.reads, sender.rows(run, blocks)
         made: asyncio.Future[Outgoing] = asyncio.get_running_loop().create_future()
         if rows.nbytes > ring.slot_bytes:
             whole = await self._gather(sender, rows)
-            made.set_result(sender.pack(run, blocks, [whole]))
+            made.set_result(sender.pack(chosen, [[whole]]))
             return made
         slot = ring.try_take() or await ring.take()
-        self._read(sender, rows, slot, partial(self._copied, made, sender, run, blocks, slot, rows.nbytes))
+        self._read(sender, rows, slot, partial(self._copied, made, sender, chosen, slot, rows.nbytes))
         return made
 
     def _read(self, sender: TcpSender, rows: Rows, slot: Slot, then: Callable[[BaseException | None], None]) -> None:
@@ -126,8 +149,7 @@ class StagedSource(Source):
         self,
         made: asyncio.Future[Outgoing],
         sender: TcpSender,
-        run: Run,
-        blocks: list[int],
+        chosen: Chosen,
         slot: Slot,
         size: int,
         failure: BaseException | None,
@@ -135,7 +157,7 @@ class StagedSource(Source):
         try:
             if failure is not None:
                 raise failure
-            outgoing = sender.pack(run, blocks, [slot.view[:size]])
+            outgoing = sender.pack(chosen, [[slot.view[:size]]])
             outgoing.slot = slot
             made.set_result(outgoing)
         except Exception as error:
@@ -202,17 +224,22 @@ class TcpSender(Sender):
     def check_stop(self) -> None:
         self._check_stop()
 
-    def pack(self, run: Run, blocks: list[int], views: list[memoryview]) -> Outgoing:
-        """Reads the views once if they have checksums. Called by any thread."""
-        sums = checksum.BlockSums(run.wanted.piece_bytes)
-        if self.covered(run, blocks):
-            for view in views:
-                sums.add(view)
-        if self._damaged(run):
-            last = views[-1]
-            views = [*views[:-1], last[:-1], memoryview(bytes((last[-1] ^ 1,)))]
-            views = [view for view in views if view.nbytes]
-        return Outgoing(run, blocks, Transfer.of(views), sums.sums)
+    def pack(self, chosen: Chosen, views: list[list[memoryview]]) -> Outgoing:
+        """views: of each run. Reads those once that have checksums. Called by any thread."""
+        parts: list[Part] = []
+        all_views: list[memoryview] = []
+        for (run, blocks), each in zip(chosen, views, strict=True):
+            sums = checksum.BlockSums(run.wanted.piece_bytes)
+            if self.covered(run, blocks):
+                for view in each:
+                    sums.add(view)
+            parts.append(Part(run, blocks, sums.sums))
+            all_views += self._spoilt(each) if self._damaged(run) else each
+        return Outgoing(parts, Transfer.of(all_views))
+
+    def _spoilt(self, views: list[memoryview]) -> list[memoryview]:
+        last = views[-1]
+        return [view for view in (*views[:-1], last[:-1], memoryview(bytes((last[-1] ^ 1,)))) if view.nbytes]
 
     # ---- the stream
 
@@ -227,12 +254,10 @@ class TcpSender(Sender):
 
     async def _advance(self) -> bool:
         ahead = 1 if faults.armed() else AHEAD  # a fault point that delays one run delays no other
-        while len(self._making) < ahead and (run := self._reader.next_run()) is not None:
-            blocks = await self._chosen(run)
-            if blocks:
-                made = await self._source.begin(self, run, blocks)
-                self._making.append(made)
-                made.add_done_callback(self._made)
+        while len(self._making) < ahead and (chosen := await self._next_batch()):
+            made = await self._source.begin(self, chosen)
+            self._making.append(made)
+            made.add_done_callback(self._made)
         if not self._making:
             return False
         await self._or_stop(self._making[0])
@@ -243,7 +268,9 @@ class TcpSender(Sender):
             self._sending[outgoing.transfer] = outgoing  # whatever happens, its slot is given back
             ready.append(outgoing)
             size += outgoing.transfer.size
-        notices = [self._header(each.run, each.blocks, checksums=each.sums) for each in ready]
+        notices = [
+            self._header(part.run, part.blocks, checksums=part.sums) for outgoing in ready for part in outgoing.parts
+        ]
         effect = await self._write(pb.LoadEvent(notices=notices).SerializeToString(), "pieces")
         if effect & faults.DROP:
             for outgoing in ready:
@@ -255,6 +282,18 @@ class TcpSender(Sender):
         while sum(transfer.size for transfer in self._sending) > QUEUED_BYTES:
             await self._or_moved()
         return True
+
+    async def _next_batch(self) -> Chosen:
+        """The next runs that are ready, less what a fault point drops; empty when none is."""
+        chosen: Chosen = []
+        size = 0
+        limit = 1 if faults.armed() else self._source.batch_bytes
+        while size < limit and (run := self._reader.next_run()) is not None:
+            blocks = await self._chosen(run)
+            if blocks:
+                chosen.append((run, blocks))
+                size += run.wanted.piece_bytes * len(blocks)
+        return chosen
 
     async def _drain(self) -> None:
         while self._sending:
@@ -298,7 +337,7 @@ class TcpSender(Sender):
         self._source.give_back(outgoing)
         if self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
-        self._reader.sent(len(outgoing.blocks), self._link.clock())
+        self._reader.sent(sum(len(part.blocks) for part in outgoing.parts), self._link.clock())
         self._link.observe("kv_transfer_bytes_total", transfer.size, transport=TCP, direction="sent")
 
     def _turned(self, moved: int, held_up: bool) -> None:
