@@ -71,7 +71,7 @@ def serve(connection: socket.socket, attach: Callable[[], None]) -> None:
             pause = None
             if agent.busy:  # looked at often at first, and hardly ever when it hangs
                 pause = min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, (time.monotonic() - began) / 50))
-            if select.select([connection], [], [], pause)[0]:
+            if _readable(connection, pause):
                 receive()
     except (_Gone, ConnectionError):
         return
@@ -79,6 +79,20 @@ def serve(connection: socket.socket, attach: Callable[[], None]) -> None:
         if agent is not None:
             agent.close()
         connection.close()
+
+
+def _readable(connection: socket.socket, pause: float | None) -> bool:
+    """Whether there is something to read, after `pause` seconds at the latest; None: as soon as there is.
+
+    By poll: an engine has descriptors above 1023, which select cannot take. Its time is in whole milliseconds.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if pause is None or pause >= 1e-3:
+        return bool(poll.poll(None if pause is None else int(1e3 * pause)))
+    if not poll.poll(0):
+        time.sleep(pause)
+    return bool(poll.poll(0))
 
 
 def _locate(maps: list[mmap.mmap], descriptor: int, address: int, size: int) -> tuple[int, int]:
