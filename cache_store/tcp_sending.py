@@ -27,7 +27,7 @@ from cache_store.pool import HostKvPool
 from cache_store.reader import Run
 from cache_store.row_copies import check_rows, copy_rows
 from cache_store.rows import Rows
-from cache_store.sending import Link, Sender
+from cache_store.sending import Link, Sender, damaged
 from cache_store.staging import Slot, Staging, settled
 from cache_store.transports import TCP
 from protos import cache_store_pb2 as pb
@@ -238,8 +238,7 @@ class TcpSender(Sender):
         return Outgoing(parts, Transfer.of(all_views))
 
     def _spoilt(self, views: list[memoryview]) -> list[memoryview]:
-        last = views[-1]
-        return [view for view in (*views[:-1], last[:-1], memoryview(bytes((last[-1] ^ 1,)))) if view.nbytes]
+        return [memoryview(damaged(b"".join(views)))]
 
     # ---- the stream
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import math
 import os
@@ -61,6 +60,12 @@ def parser() -> argparse.ArgumentParser:
         help="how KV blocks travel; mixed: another way at each start of a decode server (%(default)s)",
     )
     p.add_argument(
+        "--tiers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="host memory and a directory below the KV pool of every server (on)",
+    )
+    p.add_argument(
         "--intensity", type=float, default=1.0, metavar="F", help="factor of the chances of fault points (%(default)s)"
     )
     p.add_argument("--settle-seconds", type=float, default=60.0, metavar="S",
@@ -69,6 +74,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--server-flags", default="", metavar="FLAGS", help="for every server: --server-flags='--block-size 32'"
     )
+    p.add_argument("--prefill-flags", default="", metavar="FLAGS", help="for the prefill servers")
+    p.add_argument("--decode-flags", default="", metavar="FLAGS", help="for the decode servers")
     p.add_argument("--router-flags", default="", metavar="FLAGS", help="for the router")
     p.add_argument("--json", default="", metavar="FILE", help="write the report there")
     p.add_argument(
@@ -96,7 +103,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("seconds", "blow_seconds", "settle_seconds", "request_timeout", "intensity"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name):g} must be above 0")
-    for name in ("server_flags", "router_flags"):
+    for name in ("server_flags", "prefill_flags", "decode_flags", "router_flags"):
         try:
             shlex.split(getattr(arguments, name))
         except ValueError as error:
@@ -105,9 +112,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _transports(name: str) -> tuple[str, ...]:
+    from cache_store.nixl_agent import installed
+
     if name != "mixed":
         return (name,)
-    return tuple(each for each in TRANSPORTS if each != NIXL or importlib.util.find_spec("nixl"))
+    return tuple(each for each in TRANSPORTS if each != NIXL or installed())
 
 
 def _model(name: str, folder: Path) -> Path:
@@ -143,7 +152,10 @@ def _plan(arguments: argparse.Namespace, folder: Path, temporary: Path) -> Plan:
         request_timeout_s=arguments.request_timeout,
         server_flags=shlex.split(arguments.server_flags),
         transports=_transports(arguments.transport),
+        tiers=arguments.tiers,
         intensity=arguments.intensity,
+        prefill_flags=shlex.split(arguments.prefill_flags),
+        decode_flags=shlex.split(arguments.decode_flags),
         router_flags=shlex.split(arguments.router_flags),
         extra_faults=arguments.points,
     )

@@ -33,6 +33,7 @@ from rpc import fault_points
 from rpc.errors import BatonError, ErrorCode
 
 VARIABLE = "BATON_FAULTS"
+POINT_RAISED = "raised by a fault point"  # the message of errors that arise so
 _log = logging.getLogger(__name__)
 # What the caller of a point has to do, as the bits of one number.
 DROP = 1
@@ -216,7 +217,7 @@ def _due(name: str, labels: dict[str, object]) -> tuple[float, BatonError | None
             delay_s += item.delay_s
             effect |= _EFFECTS.get(item.action, 0)
             if item.action == "raise" and error is None:
-                error = BatonError(item.code, "raised by a fault point", metadata={"fault": name})
+                error = BatonError(item.code, POINT_RAISED, metadata={"fault": name})
     return delay_s, error, effect
 
 

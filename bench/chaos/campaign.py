@@ -84,6 +84,7 @@ class Campaign:
             self._say("no more faults; looking at what is left")
             ledger_s = await self._settle()
             await self._ask_every_pair()
+            await cluster.note_loads()
         except (LaunchError, CampaignFailed, ExceptionGroup) as error:
             causes = list(_causes(error))
             if not all(isinstance(cause, LaunchError | CampaignFailed) for cause in causes):
@@ -106,6 +107,7 @@ class Campaign:
                 "faults": sorted(kind.value for kind in layout.kinds),
                 "model": layout.model,
                 "transports": list(layout.transports),
+                "tiers": layout.tiers,
                 "intensity": layout.intensity,
                 "server_flags": list(layout.server_flags),
             },
@@ -113,6 +115,7 @@ class Campaign:
             clean_seconds=clean_s,
             campaign_seconds=fire_s,
             ledger_s=ledger_s,
+            loads=cluster.loads(),
             hits=cluster.hits,
             recoveries=cluster.recoveries,
             memory=self._memory.longest(),
@@ -225,6 +228,7 @@ class Campaign:
                 if member.engine_pid:
                     pids[f"{member.name} engine"] = member.engine_pid
             self._memory.sample(time.monotonic(), pids)
+            await self._cluster.note_loads()
             await asyncio.sleep(SAMPLE_S)
 
     # ---- afterwards

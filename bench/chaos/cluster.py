@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter, deque
@@ -19,6 +20,7 @@ import httpx
 from bench.chaos.faults import Blow, Kind, armament
 from cli.launch import DENSE_MEMORY, SHARED_CORES
 from cli.process import LaunchError, Process
+from rpc.faults import POINT_RAISED
 
 RUN_VARIABLE = "BATON_CHAOS_RUN"  # by it every process of a campaign is known, whoever its parent is
 POLL_S = 0.1
@@ -28,6 +30,14 @@ DRAIN_LIMIT_S = 30.0
 STARTS_TRIED = 5  # an armed start may fail
 PAGE_S = 5.0
 LINES_KEPT = 60
+_LOADS = re.compile(
+    r'^baton_kv_transfer_seconds_count\{(?=[^}]*outcome="ok")[^}]*transport="(\w+)"[^}]*\} (\S+)$', re.MULTILINE
+)
+# A pool of 4,096 tokens, what is evicted from it in host memory, what has no room there on disk: a server that starts
+# again finds its blocks. A prompt waits less for them than its client does.
+TIER_FLAGS = (
+    "--kv-host-bytes", "2MiB", "--kv-disk-bytes", "64MiB", "--kv-tier-min-tokens", "16", "--kv-tier-timeout-ms", "500",
+)  # fmt: skip
 # Failures are noticed fast, and what was given up is tried again soon: a campaign is short.
 SERVER_FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0",
@@ -57,9 +67,12 @@ class Layout:
     decode_servers: int = 2
     request_timeout_s: float = 30.0
     server_flags: Sequence[str] = ()
+    prefill_flags: Sequence[str] = ()
+    decode_flags: Sequence[str] = ()
     router_flags: Sequence[str] = ()
     transports: Sequence[str] = ("auto",)  # of the decode servers, which take another one at each start
     intensity: float = 1.0  # factor of the chances of fault points
+    tiers: bool = True  # below the KV pool of every server: host memory and a directory of its own
     extra_faults: str = ""  # BATON_FAULTS of all processes beside those of the kinds
 
 
@@ -98,6 +111,7 @@ class ChaosCluster:
         self.errors_without_code: list[str] = []
         self.defects: list[str] = []  # what a process did that none may do
         self.recoveries: list[tuple[float, str]] = []  # seconds from a blow to readiness in the router's eyes
+        self._loads: dict[tuple[str, int, str], int] = {}
         self._say = say
         self._client = httpx.AsyncClient(timeout=PAGE_S, verify=False)
         self._file = layout.temporary / "faults"  # as long as it is there, fault points are in force
@@ -109,8 +123,15 @@ class ChaosCluster:
         layout = self.layout
         for role, count in (("prefill", layout.prefill_servers), ("decode", layout.decode_servers)):
             for index in range(count):
-                arguments = ["--model", layout.model, *SERVER_FLAGS, *layout.server_flags]
-                self._add(role, f"{role}-{index}", arguments)
+                name = f"{role}-{index}"
+                arguments = ["--model", layout.model, *SERVER_FLAGS]
+                if layout.tiers:
+                    arguments += [*TIER_FLAGS, "--kv-disk-path", str(layout.temporary / "kv" / name)]
+                arguments += [
+                    *layout.server_flags,
+                    *(layout.prefill_flags if role == "prefill" else layout.decode_flags),
+                ]
+                self._add(role, name, arguments)
         for member in self.servers:
             self._start(member)
         for member in self.servers:
@@ -155,7 +176,7 @@ class ChaosCluster:
             "BATON_FAULTS": ";".join(filter(None, (own_faults, *extra))),
         }
         if member.role == "decode":
-            turn = member.starts - 1 + self.members.index(member)
+            turn = member.starts - 1 + int(member.name.rpartition("-")[2])
             transport = layout.transports[turn % len(layout.transports)]
             member.process.arguments = [*member.arguments, "--kv-transport", transport]
         member.process.start(environment)
@@ -285,11 +306,11 @@ class ChaosCluster:
                 if not member.busy and not member.process.alive():
                     member.busy = True
                     try:
-                        self._say(f"{member.name} ended with {member.process.status}: {member.process.last_words()}")
-                        self.defects.append(
-                            f"{member.name} ended by itself with status {member.process.status}: "
-                            f"{member.process.last_words()}"
-                        )
+                        words = member.process.last_words()
+                        self._say(f"{member.name} ended with {member.process.status}: {words}")
+                        # A fault point may end an engine: one of several ranks that fails in a step.
+                        if POINT_RAISED not in words:
+                            self.defects.append(f"{member.name} ended by itself with {member.process.status}: {words}")
                         await self._revive(member)
                     finally:
                         member.busy = False
@@ -300,6 +321,23 @@ class ChaosCluster:
     async def page(self, member: Member, path: str) -> Any:
         response = await self._client.get(f"http://{member.process.ready['http']}{path}")
         return response.raise_for_status().json()
+
+    async def note_loads(self) -> None:
+        """Books how many loads each decode server has completed, by transport, since its start."""
+        for member in self.servers:
+            if member.role != "decode" or not member.engine_pid or not member.process.alive():
+                continue
+            with contextlib.suppress(httpx.HTTPError):
+                response = await self._client.get(f"http://{member.process.ready['http']}/metrics")
+                for transport, count in _LOADS.findall(response.text):
+                    self._loads[member.name, member.pid, transport] = int(float(count))
+
+    def loads(self) -> Counter[str]:
+        """Completed loads by transport, as far as they were seen: those right before a kill are not."""
+        found: Counter[str] = Counter()
+        for (_, _, transport), count in self._loads.items():
+            found[transport] += count
+        return found
 
     async def post(self, member: Member, path: str) -> Any:
         response = await self._client.post(f"http://{member.process.ready['http']}{path}")

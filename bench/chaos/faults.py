@@ -70,6 +70,12 @@ _POINTS: tuple[tuple[Kind, tuple[str, ...], float, str], ...] = (
     (Kind.RAISE, (_ROUTER,), 0.0005, "router.stage:raise=EXECUTION_EXCEPTION"),
     (Kind.FULL, _SERVERS, 0.002, "cache_store.queue:full"),
     (Kind.FULL, (_ROUTER,), 0.003, "router.queue:full"),
+    (Kind.DELAY, _SERVERS, 0.02, "cache_store.tier:delay=0.3"),
+    (Kind.DELAY, _SERVERS, 0.002, "cache_store.tier:delay=4"),
+    (Kind.DROP, _SERVERS, 0.02, "cache_store.tier:drop"),
+    (Kind.CORRUPT, _SERVERS, 0.02, "cache_store.tier:corrupt"),
+    (Kind.RAISE, _SERVERS, 0.02, "cache_store.tier:raise=UNKNOWN_ERROR"),
+    (Kind.FULL, _SERVERS, 0.02, "cache_store.tier:full"),
     (Kind.CLOCK, _SERVERS, 0.0002, "cache_store.clock:jump=45,times=2"),
     # Deadlines are readings of the front's clock: an engine that is ahead leaves every later request less time.
     (Kind.CLOCK, _SERVERS, 0.0002, "engine.clock:jump=5,times=1"),

@@ -57,6 +57,7 @@ class Report:
     clean_seconds: float
     campaign_seconds: float
     ledger_s: float | None
+    loads: Counter[str]  # completed, by transport
     hits: Counter[tuple[str, str]]
     recoveries: list[tuple[float, str]]
     memory: list[dict[str, object]]
@@ -80,6 +81,7 @@ class Report:
             "clients": dict(tally.manners),
             "attempts_of_right_answers": {str(count): number for count, number in sorted(tally.attempts.items())},
             "paths_of_right_answers": dict(tally.paths),
+            "loads": dict(self.loads),
             "latency_seconds": percentiles(tally.seconds),
             "first_token_seconds": percentiles(tally.first_s),
             "blows": dict(tally.blows),
@@ -103,6 +105,7 @@ class Report:
             "  codes:      " + _counts(tally.codes),
             "  attempts:   " + _counts(Counter({f"{n}": c for n, c in sorted(tally.attempts.items())})),
             "  paths:      " + _counts(tally.paths),
+            "  loads:      " + _counts(self.loads),
             "  latency:    " + _spread(tally.seconds) + "   first token: " + _spread(tally.first_s),
             f"  blows:      {_counts(tally.blows)}; {tally.skipped_blows} at processes that lay on the ground already",
             f"  starts:     {_counts(Counter(self.starts))}; {self.failed_starts} of them failed",

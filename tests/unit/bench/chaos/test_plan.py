@@ -31,7 +31,7 @@ def test_armament_then_every_fault_of_it_exists_in_that_process(role: str) -> No
 
 def test_armament_when_kinds_are_left_out_then_none_of_their_faults_is_armed() -> None:
     assert armament("prefill", frozenset({Kind.KILL, Kind.LEAVE}), 1, FILE) == ""
-    assert re.findall(r":(\w+)", armament("prefill", frozenset({Kind.CORRUPT}), 1, FILE)) == ["corrupt"]
+    assert re.findall(r":(\w+)", armament("prefill", frozenset({Kind.CORRUPT}), 1, FILE)) == ["corrupt"] * 2
 
 
 def test_points_then_a_campaign_arms_every_kind_somewhere() -> None:
