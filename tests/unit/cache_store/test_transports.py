@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cache_store.agent import GroupLayout
+from cache_store.transports import ONE_SIDED
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node, assert_clean, key_of, nodes, settings
@@ -153,7 +154,7 @@ def test_load_when_many_run_at_once_then_each_gets_its_own(way: Way) -> None:
 
 
 def test_load_when_the_peer_is_closed_in_its_middle_then_a_typed_error_and_the_next_engine_serves(way: Way) -> None:
-    chosen = settings(transport=way.transport)
+    chosen = settings(transport=way.transport, connect_timeout_s=3.0)
     with nodes(way.node("decode", chosen, seed=2)) as (decode,):
         with nodes(way.node("prefill", chosen, seed=1)) as (prefill,):
             prefill.admit(key_of(1), [5, 6])
@@ -171,3 +172,45 @@ def test_load_when_the_peer_is_closed_in_its_middle_then_a_typed_error_and_the_n
             assert np.array_equal(decode.blocks([1]), fresh.blocks([5]))
             fresh.lease_ended()
             assert_clean(fresh, decode)
+
+
+# What goes wrong with a step of the transfer, and the code of a load whose blocks were ready; None: it does not fail.
+FAULTS = [
+    ("cache_store.send_event:drop,kind=pieces,times=1", ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+    ("cache_store.send_event:duplicate,kind=pieces,times=1", ErrorCode.READ_BUFFER_MISMATCH),
+    ("cache_store.send_event:raise=CACHE_STORE_STORE_FAILED,kind=done,times=1", ErrorCode.CACHE_STORE_STORE_FAILED),
+    ("cache_store.send_event:delay=0.05", None),
+    ("cache_store.send_piece:drop,layer=1,block=1,times=1", ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT),
+    ("cache_store.read_event:delay=0.05", None),
+    ("cache_store.read_event:drop,nth=1", ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),  # Started, which all others need
+    ("cache_store.read_event:duplicate,nth=1", ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+    ("cache_store.load_open:raise=CACHE_STORE_STORE_FAILED,times=1", ErrorCode.CACHE_STORE_STORE_FAILED),
+    ("cache_store.load_start:raise=CACHE_STORE_LOAD_CONNECT_FAILED,times=1", ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED),
+    ("cache_store.queue:full,what=load,times=1", ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED),
+    ("cache_store.piece_bytes:corrupt,times=1", ErrorCode.KV_CHECKSUM_MISMATCH),
+]
+
+
+def test_fault_when_it_hits_any_step_of_a_transfer_then_its_code_comes_and_a_reload_brings_every_byte(way: Way) -> None:
+    with way.pair() as (prefill, decode):
+        for number, (fault, code) in enumerate(FAULTS):
+            key, theirs, own = key_of(number), [5, 9, 6], [1, 2, 3]
+            faults.disarm()
+            faults.arm(fault)
+            prefill.stage(key, theirs)
+            decode.load(prefill.source, key, own)
+            if code is None or (code is ErrorCode.KV_CHECKSUM_MISMATCH and way.transport in ONE_SIDED):
+                decode.load_done()
+                assert faults.fired(fault.partition(":")[0]) or code is not None, fault
+            else:
+                failed = decode.load_failed()
+                assert failed.error.code is code, fault
+                if not failed.retriable_here:
+                    prefill.agent.fail(key, failed.error)  # of a load that could not be queued it knows nothing
+                    assert prefill.lease_ended().outcome == "aborted", fault
+                    continue
+                own = [11, 12, 13]
+                decode.load(prefill.source, key, own, reload=True)
+                decode.load_done()
+            assert np.array_equal(decode.blocks(own), prefill.blocks(theirs)), fault
+            assert prefill.lease_ended().outcome == "released", fault
