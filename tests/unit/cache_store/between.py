@@ -15,7 +15,9 @@ class Between:
     """One data connection at a time passes through. Of what the prefill server sends, only the greeting and the first
     `allowed` bytes do; `at(count)` waits until so many have."""
 
-    def __init__(self, prefill: Node, allowed: int = 1 << 40) -> None:
+    def __init__(self, prefill: Node, allowed: int = 1 << 40, extra: tuple[int, bytes] = (0, b"")) -> None:
+        """`extra`: bytes that go out together with that byte of the prefill server's."""
+        self._extra = extra
         service = prefill.agent._service
         self._target = service.offer.data_port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -60,7 +62,9 @@ class Between:
                         count = min(len(data), self._allowed - self.passed)
                     if self._ended:
                         return
-                    down.sendall(data[:count])
+                    at, extra = self._extra
+                    due = self.passed < at <= self.passed + count
+                    down.sendall(data[:count] + (extra if due else b""))
                     data = data[count:]
                     with self._changed:
                         self.passed += count
@@ -75,11 +79,6 @@ class Between:
         with self._changed:
             self._allowed = count
             self._changed.notify_all()
-
-    def say(self, data: bytes) -> None:
-        """To the decode server, as if the other one had sent it."""
-        assert self._down is not None
-        self._down.sendall(data)
 
     def cut(self) -> None:
         """Ends the connection of the load, for both."""

@@ -44,8 +44,8 @@ def pair(
 
 
 @contextmanager
-def between(prefill: Node, allowed: int = 1 << 40) -> Iterator[Between]:
-    made = Between(prefill, allowed)
+def between(prefill: Node, allowed: int = 1 << 40, extra: tuple[int, bytes] = (0, b"")) -> Iterator[Between]:
+    made = Between(prefill, allowed, extra)
     try:
         yield made
     finally:
@@ -104,6 +104,11 @@ def test_connection_when_its_token_is_unknown_or_was_used_then_it_is_closed_and_
             stranger.sendall(bytes(TOKEN_BYTES))
             assert stranger.recv(1) == b""
         assert prefill.count("kv_data_connections_total", result="unknown_token") == 1
+        with connect(prefill) as half:
+            half.sendall(bytes(TOKEN_BYTES - 1))
+            half.shutdown(socket.SHUT_WR)
+            assert half.recv(1) == b""
+        assert prefill.count("kv_data_connections_total", result="lost") == 1
         events = cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_request(2), timeout=WAIT_S)
         token = next(event.started.data_token for event in events)
         with connect(prefill) as mine, connect(prefill) as thief:
@@ -130,12 +135,9 @@ def test_connection_when_its_token_is_unknown_or_was_used_then_it_is_closed_and_
 def test_token_when_none_comes_in_time_then_connection_and_load_end() -> None:
     with pair(data_token_timeout_s=0.2) as (prefill, _), grpc.insecure_channel(prefill.address) as channel:
         prefill.stage(KEY, [5])
-        with connect(prefill) as silent, connect(prefill) as half:
-            half.sendall(bytes(TOKEN_BYTES - 1))
-            half.shutdown(socket.SHUT_WR)
-            assert half.recv(1) == silent.recv(1) == b""
+        with connect(prefill) as silent:
+            assert silent.recv(1) == b""
         assert prefill.count("kv_data_connections_total", result="silent") == 1
-        assert prefill.count("kv_data_connections_total", result="lost") == 1
         with pytest.raises(grpc.RpcError) as failure:
             list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_request(1), timeout=WAIT_S))
         assert failure.value.details().startswith("the decode server opened no data connection in time")
@@ -167,7 +169,7 @@ def test_loads_when_many_follow_each_other_then_they_share_connections() -> None
 
 
 def test_connection_when_it_is_idle_for_long_then_it_is_closed() -> None:
-    with pair(data_idle_s=0.05) as (prefill, decode):
+    with pair(data_idle_s=0.4) as (prefill, decode):
         prefill.stage(KEY, [5])
         decode.load(prefill.source, KEY, [1])
         decode.load_done()
@@ -244,12 +246,9 @@ def test_connection_when_it_ends_in_the_middle_of_a_block_then_the_load_fails_an
 
 def test_bytes_when_there_are_more_than_announced_then_the_load_fails() -> None:
     size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
-    with pair() as (prefill, decode), between(prefill) as middle:
-        faults.arm("cache_store.send_event:delay=0.2,kind=done,times=1")
+    with pair() as (prefill, decode), between(prefill, extra=(size, b"more")):
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
-        middle.at(size)
-        middle.say(b"more")
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
         assert "not announced" in failed.error.metadata["breach"]
@@ -259,12 +258,12 @@ def test_bytes_when_there_are_more_than_announced_then_the_load_fails() -> None:
 
 def test_bytes_when_there_are_fewer_than_announced_then_the_progress_limit_ends_the_load() -> None:
     size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
-    with pair(load_progress_timeout_s=0.3) as (prefill, decode), between(prefill, allowed=size - 1) as middle:
+    with pair(load_progress_timeout_s=1.5) as (prefill, decode), between(prefill, allowed=size - 1) as middle:
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.LOAD_CACHE_TIMEOUT and failed.retriable_here
-        assert (failed.delivered, failed.missing) == (4, 2) or failed.missing > 0
+        assert failed.missing >= 2, "the last run was not whole"
         middle.allow()
         reloads(prefill, decode, [5, 6], [3, 4])
 
@@ -291,7 +290,8 @@ def test_cancel_when_a_thread_waits_for_bytes_then_the_load_ends_and_nothing_is_
 def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_and_others_go_on(
     node: type[Node],
 ) -> None:
-    with pair(node, BIG, threads=1) as (prefill, decode), between(prefill, allowed=100_000) as middle:
+    limits = {"threads": 1, "load_progress_timeout_s": 60.0}
+    with pair(node, BIG, **limits) as (prefill, decode), between(prefill, allowed=100_000) as middle:
         prefill.stage(KEY, list(range(60)))
         decode.load(prefill.source, KEY, list(range(60)))
         middle.at(100_000)
@@ -315,7 +315,10 @@ def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_
 
 
 def test_lease_when_it_ends_while_the_network_stands_still_then_its_blocks_come_back_soon() -> None:
-    with pair(layout=BIG) as (prefill, decode), between(prefill, allowed=100_000) as middle:
+    with (
+        pair(layout=BIG, load_progress_timeout_s=60.0) as (prefill, decode),
+        between(prefill, allowed=100_000) as middle,
+    ):
         prefill.stage(KEY, list(range(60)))
         decode.load(prefill.source, KEY, list(range(60)))
         middle.at(100_000)
