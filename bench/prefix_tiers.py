@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import signal
 import statistics
@@ -158,6 +159,7 @@ class Measurement:
         self._tokens = arguments.tokens
         self._kill = arguments.kill
         self._mooncake = bool(arguments.mooncake)
+        self._vocabulary = int(json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"])
         self._rng = random.Random(arguments.seed)
 
     def repetition(self, count: bool) -> None:
@@ -190,7 +192,7 @@ class Measurement:
                 self.seconds[place].append(seconds)
 
     def _prompt(self, tokens: int) -> list[int]:
-        return [self._rng.randrange(100, 40_000) for _ in range(tokens)]
+        return [self._rng.randrange(3, self._vocabulary) for _ in range(tokens)]
 
     def _ask(self, number: int, prompt: list[int], place: str) -> tuple[float, RequestResult]:
         before = self._servers.counted(number, "kv_tier_hit_blocks_total")
@@ -249,8 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--json", type=Path, help="write every figure there")
     arguments = parser.parse_args(argv)
-    if arguments.repetitions < 1 or arguments.threads < 1 or arguments.tokens < 32 * BLOCK:
-        parser.error(f"--repetitions and --threads must be 1 or more, --tokens {32 * BLOCK} or more")
+    if arguments.repetitions < 1 or arguments.threads < 1 or arguments.tokens < 30 * BLOCK:
+        parser.error(f"--repetitions and --threads must be 1 or more, --tokens {30 * BLOCK} or more")
     found = circumstances()
     try:
         if not arguments.model:
