@@ -19,6 +19,7 @@ from cache_store.tiers.tier import Tier
 from engine.config import EngineConfig
 from engine.kv_cache.cache import KvCache
 from engine.loader.fingerprint import weights_digest
+from engine.memory import free_memory_bytes
 from rpc.errors import BatonError, ErrorCode
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,12 @@ def open_tiers(
     model = identity.model_fingerprint
     if config.kv_disk_path or config.kv_tier:  # where blocks of other models may lie, of which some differ in little
         model += ":" + weights_digest(Path(config.model), config.load_format)
+    free = free_memory_bytes()
+    if config.kv_host_bytes > free:
+        raise BatonError(
+            ErrorCode.INVALID_PARAMS,
+            f"--kv-host-bytes {config.kv_host_bytes} is more than the free memory, {free} bytes",
+        )
     tiers: list[Tier] = []
     try:
         if config.kv_host_bytes:

@@ -94,6 +94,7 @@ def test_configuration_when_tiers_do_not_fit_it_then_is_refused_and_names_the_fl
     ("options", "flag"),
     [
         ({"kv_host_bytes": 1000}, "--kv-host-bytes"),
+        ({"kv_host_bytes": 1 << 60}, "--kv-host-bytes .* free memory"),
         ({"kv_disk_bytes": 1000, "kv_disk_path": "unused"}, "--kv-disk-bytes"),
         ({"kv_tier": "redis://127.0.0.1:1"}, "--kv-tier"),
         ({"kv_tier": "mooncake://nowhere"}, "--kv-tier"),
