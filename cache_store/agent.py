@@ -570,10 +570,15 @@ class CacheStoreAgent:
         if self._listener is None:
             return
         try:
-            port = self._listener.listen(host)
+            port = self._listener.listen(host, self.settings.data_port)
         except OSError as error:
             self._observations.observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
-            _log.warning("no data port can be opened, so transport tcp is left out: %s", error)
+            _log.warning(
+                "data port %s of %s cannot be opened, so peers cannot use tcp; give another --kv-data-port: %s",
+                self.settings.data_port or "(any)",
+                host,
+                error,
+            )
             return
         self._listener.start()
         self._offer = self._service.offer = replace(self._offer, data_port=port)

@@ -9,6 +9,7 @@ from cache_store.transports import TRANSPORTS
 
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1024 * 1024
+_MAY_BE_ZERO = frozenset({"connect_retries", "return_before_deadline_s", "quarantine_s", "data_port"})
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class AgentSettings:
     publish_timeout_s: float = 100.0  # P: longest wait of a load for the next publish; D: for P to run the request
     load_stall_timeout_s: float = 60.0  # P: an open load whose reader takes nothing this long stops renewing the lease
     bulk_channels: int = 4  # connections per peer for bulk data
+    data_port: int = 0  # transport tcp: where this side listens; 0: any free port
     data_connections: int = 512  # transport tcp: open connections of this side's port
     data_token_timeout_s: float = 10.0  # longest time until a new connection, or that of a load, says a token
     data_idle_s: float = 60.0  # how long a connection is kept for the next load
@@ -51,7 +53,7 @@ class AgentSettings:
             raise ValueError(f"chunk_bytes {self.chunk_bytes} is outside [{MIN_CHUNK_BYTES}, {MAX_CHUNK_BYTES}]")
         for field in fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name in ("connect_retries", "return_before_deadline_s", "quarantine_s")
+            may_be_zero = field.name in _MAY_BE_ZERO
             if not isinstance(value, str) and (value < 0 if may_be_zero else value <= 0):
                 raise ValueError(f"{field.name} must be greater than 0, got {value}")
         if self.return_before_deadline_s >= self.steal_before_deadline_s:

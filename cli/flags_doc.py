@@ -45,7 +45,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "kv_tier", "kv_tier_timeout_ms", "kv_tier_min_tokens"),
     ),
     "KV transfer": (
-        *("kv_transport", "kv_lease_seconds", "kv_checksum", "kv_load_failure_policy", "kv_bulk_channels"),
+        *("kv_transport", "kv_data_port", "kv_bulk_channels"),
+        *("kv_lease_seconds", "kv_checksum", "kv_load_failure_policy"),
         *("load_cache_timeout_ms", "cache_store_connect_timeout_ms", "cache_store_connect_retry_times"),
         *("cache_store_queue_size", "cache_store_chunk_bytes", "cache_store_publish_timeout_ms"),
         *("cache_store_threads", "cache_store_cancel_timeout_ms", "cache_store_transfer_wait_timeout_ms"),

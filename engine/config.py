@@ -59,6 +59,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     kv_lease_seconds: float = 30.0
     kv_checksum: str = "all"
     kv_load_failure_policy: str = "retry"
+    kv_data_port: int = 0  # 0: any free port
     kv_bulk_channels: int = 4
     kv_host_bytes: int = 0  # of host memory for prefix blocks below the pool; 0: none
     kv_disk_path: str = ""  # directory for prefix blocks below the pool; empty: none
@@ -120,12 +121,13 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--threads", self.threads, 0, 4096)
         _in_range(TENSOR_PARALLEL_FLAG, self.tensor_parallel_size, 1, MOST_RANKS)
         _in_range("--tp-broadcast-timeout-seconds", self.tp_broadcast_timeout_seconds, 1, 600)
-        if not 0 <= self.cache_store_port + self.tensor_parallel_size - 1 <= 65535:
-            raise BatonError(
-                ErrorCode.INVALID_PARAMS,
-                f"--cache-store-port {self.cache_store_port} is rank 0's; with {TENSOR_PARALLEL_FLAG} "
-                f"{self.tensor_parallel_size} the last rank's would be above 65535",
-            )
+        for flag, port in (("--cache-store-port", self.cache_store_port), ("--kv-data-port", self.kv_data_port)):
+            if not 0 <= port + self.tensor_parallel_size - 1 <= 65535:
+                raise BatonError(
+                    ErrorCode.INVALID_PARAMS,
+                    f"{flag} {port} is rank 0's; with {TENSOR_PARALLEL_FLAG} {self.tensor_parallel_size} the last "
+                    "rank's would be above 65535",
+                )
         _in_range("--kv-lease-seconds", self.kv_lease_seconds, 0.05, 86400)
         _in_range("--kv-bulk-channels", self.kv_bulk_channels, 1, 64)
         _in_range("--cache-store-queue-size", self.cache_store_queue_size, 1, 1_000_000)

@@ -57,6 +57,7 @@ def agent_settings(config: EngineConfig) -> AgentSettings:
         connect_retries=config.cache_store_connect_retry_times,
         load_progress_timeout_s=config.load_cache_timeout_ms / 1000,
         publish_timeout_s=config.cache_store_publish_timeout_ms / 1000,
+        data_port=config.kv_data_port + config.rank if config.kv_data_port else 0,
         bulk_channels=config.kv_bulk_channels,
         threads=config.cache_store_threads or min(32, os.cpu_count() or 1),
         return_before_deadline_s=config.cache_store_return_before_deadline_ms / 1000,

@@ -193,6 +193,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         kv_lease_seconds=settings.kv_lease_seconds,
         kv_checksum=settings.kv_checksum,
         kv_load_failure_policy=settings.kv_load_failure_policy,
+        kv_data_port=settings.kv_data_port,
         kv_bulk_channels=settings.kv_bulk_channels,
         kv_host_bytes=int(settings.kv_host_bytes),
         kv_disk_path=str(Path(settings.kv_disk_path).resolve()) if settings.kv_disk_path else "",

@@ -212,6 +212,9 @@ class ServerSettings(CommonSettings):
     kv_load_failure_policy: Literal["retry", "recompute", "fail"] = Field(
         "retry", description="retry: one reload, then recompute where allowed, else another server"
     )
+    kv_data_port: Port = Field(
+        0, description="port of rank 0's data connections (transport tcp); rank r listens on this + r; 0: any free ones"
+    )
     kv_bulk_channels: int = Field(4, ge=1, le=64, description="connections to a peer for KV blocks")
     kv_host_bytes: ByteSize = Field(
         ByteSize(0), ge=0, description="host memory for prefix blocks that leave the pool, e.g. 4GiB; 0: none"

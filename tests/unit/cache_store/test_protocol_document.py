@@ -322,7 +322,7 @@ def test_limits_of_the_document_are_the_defaults_of_the_code() -> None:
     for name, value in named.items():
         expected = defaults[name] / (1 << 20) if name == "chunk_bytes" else defaults[name]
         assert float(value) == expected, name
-    assert set(defaults) - set(named) == {"checksum", "transport", "bulk_channels"}
+    assert set(defaults) - set(named) == {"checksum", "transport", "bulk_channels", "data_port"}
 
 
 # ---- who reads what

@@ -215,6 +215,22 @@ def test_port_when_it_cannot_be_used_and_tcp_is_demanded_then_the_load_says_so()
         reloads(prefill, decode, [5], [1])
 
 
+def test_port_when_it_is_given_then_it_is_that_one_and_one_that_is_in_use_leaves_tcp_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pair(transport="auto", data_port=port) as (prefill, decode):
+            assert data_port(prefill) == 0
+            assert any(f"data port {port} of 127.0.0.1 cannot be opened" in r.getMessage() for r in caplog.records)
+            prefill.stage(KEY, [5])
+            decode.load(prefill.source, KEY, [1])
+            assert decode.load_done().transport == "grpc"
+            prefill.lease_ended()
+    with nodes(Node("prefill", settings(data_port=port))) as (free,):
+        assert data_port(free) == port
+
+
 # ---- bytes
 
 

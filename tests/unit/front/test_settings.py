@@ -93,7 +93,7 @@ def test_engine_config_when_flags_are_set_then_each_reaches_the_engine(folder: s
     flags = {
         "dtype": "float32", "block_size": 32, "num_kv_blocks": 100, "max_model_len": 512, "max_num_seqs": 7,
         "max_num_batched_tokens": 256, "kv_lease_seconds": 1.5, "kv_checksum": "sample", "threads": 1,
-        "kv_load_failure_policy": "fail", "kv_bulk_channels": 2, "load_cache_timeout_ms": 900,
+        "kv_load_failure_policy": "fail", "kv_bulk_channels": 2, "kv_data_port": 7001, "load_cache_timeout_ms": 900,
         "prefill_max_wait_timeout_ms": 1000, "decode_retry_times": 3, "decode_retry_timeout_ms": 20,
         "decode_retry_interval_ms": 2, "cache_store_queue_size": 10, "cache_store_connect_timeout_ms": 50,
         "cache_store_connect_retry_times": 4, "cache_store_publish_timeout_ms": 200, "cache_store_port": 0,
