@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
 from collections import deque
@@ -256,7 +257,7 @@ class EngineClient:
     # -- process ----------------------------------------------------------------------------------------
 
     async def _spawn(self, timeout_s: float) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-engine-"))
+        self._folder = socket_folder()
         inbox, outbox = (f"ipc://{self._folder}/{name}" for name in ("to-engine", "from-engine"))
         self._context = zmq.Context(io_threads=1)
         self._to_engine = self._context.socket(zmq.PUSH)
@@ -383,3 +384,11 @@ class EngineClient:
     def _step_taken(self, step: StepMessage) -> None:
         if self.on_step is not None:
             self.on_step(step)
+
+
+def socket_folder() -> Path:
+    """A new folder for sockets: in the folder for temporary files, or in /tmp where names of sockets in it would be
+    longer than the system takes."""
+    room = zmq.IPC_PATH_MAX_LEN - len("/baton-engine-12345678/from-engine")
+    fits = len(os.fsencode(tempfile.gettempdir())) <= room
+    return Path(tempfile.mkdtemp(prefix="baton-engine-", dir=None if fits else "/tmp"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.client import EngineClient, EngineConfig, RequestStream
+from engine.client import EngineClient, EngineConfig, RequestStream, socket_folder
 from engine.messages import AddRequest, FinishReason, RequestOutput, RunMode, SamplingParams
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.tiny_models import tiny_model
@@ -301,3 +302,18 @@ async def test_front_when_it_is_killed_then_its_engine_dies_with_it_and_leaves_n
     await front.wait()
     await until(lambda: not alive(pid))
     assert socket_folders() <= before
+
+
+async def test_sockets_when_the_folder_for_temporary_files_has_a_long_name_then_they_lie_elsewhere(
+    tmp_path, monkeypatch
+):
+    for name in ("short", "long" * 30):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+        folder = socket_folder()
+        try:
+            assert folder.is_dir() and (folder.parent == tmp_path / name) == (name == "short")
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(str(folder / "from-engine"))
+        finally:
+            shutil.rmtree(folder)
