@@ -12,6 +12,7 @@ import pytest
 
 from cache_store.layout import GroupLayout
 from cache_store.tiers.keys import TierKeys
+from engine.loader.fingerprint import weights_digest
 from protos import worker_pb2
 from rpc.block_hashes import HashChain
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
@@ -70,7 +71,8 @@ class Tiered:
             group.tag, num_layers=group.num_layers, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
             block_size=group.block_size, dtype=group.dtype,
         )  # fmt: skip
-        keys = TierKeys(info.model_fingerprint, layout, numerics=f"cpu/{info.attention_backend}")
+        model = f"{info.model_fingerprint}:{weights_digest(Path(self.cluster.model))}"
+        keys = TierKeys(model, layout, numerics=f"cpu/{info.attention_backend}")
         name = keys.key(HashChain(BLOCK).extend(PROMPT, BLOCKS)[block]).hex()
         return self.folder / "blocks" / name[:2] / f"{name}.kv"
 
