@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,13 @@ from cache_store.shared_memory import MemoryFile
 from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node
 
 needs_nixl = pytest.mark.skipif(not installed(), reason=f"none of {', '.join(PACKAGES)} is installed")
+
+
+def give_back(files: dict[str, list[MemoryFile]]) -> None:
+    """Descriptors, of which a run of all tests has thousands. The memory stays as long as somebody maps it."""
+    for each in files.values():
+        while each:
+            os.close(each.pop().descriptor)
 
 
 class SharedNode(Node):
@@ -29,7 +37,7 @@ class SharedNode(Node):
         seed: int = 0,
         **more: object,
     ) -> None:
-        files = {
+        self.files = files = {
             layout.tag: [MemoryFile(pool_blocks * layout.block_bytes) for _ in range(layout.num_layers)]
             for layout in layouts
         }
@@ -45,3 +53,7 @@ class SharedNode(Node):
             for layer, content in enumerate(own):
                 views[tag][layer][:] = content
         self.memory = views
+
+    def close(self) -> None:
+        super().close()
+        give_back(self.files)

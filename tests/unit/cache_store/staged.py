@@ -20,6 +20,7 @@ from cache_store.stream_copies import StreamCopyEngine
 from rpc import faults
 from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, WAIT_S, Node, assert_clean, nodes, settings, until
 from tests.unit.cache_store.late_device import LateDevice
+from tests.unit.cache_store.shared import give_back
 
 ENGINES = ("threads", "streams")
 TRANSPORTS = ("grpc", "ipc", "tcp")
@@ -134,6 +135,10 @@ class StagedNode(Node):
             for layer, content in enumerate(own):
                 views[tag][layer][:] = content
         self.memory = views
+
+    def close(self) -> None:
+        super().close()
+        give_back(self.files)
 
     @property
     def gate(self) -> Gate:
