@@ -365,16 +365,14 @@ class TcpLanding(Landing):
     async def quiet(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
-        mover, self._mover = self._mover, None
-        if mover is None:
+        mover, load = self._mover, self._load
+        if mover is None or load is None:
             return
-        load = self._load
-        assert load is not None
+        complete = load.state is LoadState.COMPLETE and not self._open and not self._waiting
+        if not complete:
+            mover.stop()
         if self._placing is not None:
             self._placing.cancel()
-        clean = load.state is LoadState.COMPLETE and not self._open and mover.idle and mover.connection.silent()
-        if not clean:
-            mover.stop()
         try:
             if self._placing is not None:
                 await settled([self._placing])
@@ -384,11 +382,13 @@ class TcpLanding(Landing):
                 incoming = self._open[transfer]
                 self._target.drop(incoming)
                 self._end(incoming)
-            if clean:
+            if complete and mover.idle and mover.connection.silent():
                 mover.connection.proven = True
                 self._dialer.give(self._address, self._engine_id, mover.connection)
             else:
+                mover.stop()
                 mover.connection.close()
+            self._mover = None
             await settled([incoming.written for incoming in self._open.values()])
 
 
