@@ -613,6 +613,8 @@ class CacheStoreAgent:
         self._pulling.cancel_all(error)
         self._changed()
         await server.stop(SHUTDOWN_GRACE_S)
+        if self._nixl is not None:
+            await self._nixl.close()  # and with it reads that hang, for which loads wait
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 while self._tasks:
