@@ -40,7 +40,12 @@ HELD_UP_S = 0.25  # a timer that is later than this has been held up together wi
 _NO_BYTES = memoryview(b"")
 # Found by this side: whether the peer is still there is asked before a reload.
 _SILENT = frozenset(
-    {ErrorCode.LOAD_CACHE_TIMEOUT, ErrorCode.CONNECTION_RESET_BY_PEER, ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED}
+    {
+        ErrorCode.LOAD_CACHE_TIMEOUT,
+        ErrorCode.CONNECTION_RESET_BY_PEER,
+        ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+        ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED,
+    }
 )
 
 

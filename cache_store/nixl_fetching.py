@@ -93,7 +93,7 @@ class NixlFetcher:
 
 def _lost(failure: ReadFailed) -> BatonError:
     return BatonError(
-        ErrorCode.CONNECTION_RESET_BY_PEER,
+        ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED,
         "the prefill server's memory cannot be read any more",
         metadata={"nixl": str(failure)[:256]},
     )

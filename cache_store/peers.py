@@ -38,6 +38,9 @@ FORGET_LOST_S = 600.0
 MEMORY_LOOK_S = 1.0
 BETTER_SOON_S = 2.0  # after a handshake that had to leave out what is being made ready
 
+# After these, `connect_retries` further attempts are made.
+_NOT_REACHED = frozenset({ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED, ErrorCode.CACHE_STORE_LOAD_RDMA_CONNECT_FAILED})
+
 _log = logging.getLogger(__name__)
 
 
@@ -172,8 +175,8 @@ class Peers:
     async def ready(self, address: str, engine_id: str) -> Peer:
         """The peer with a handshake that holds for `engine_id`; makes one when there is none.
 
-        Raises CACHE_STORE_LOAD_CONNECT_FAILED, CACHE_STORE_CALL_PREFILL_TIMEOUT, PEER_RESTARTED, INCOMPATIBLE_PEER,
-        ASYMMETRIC_TP_FAILED.
+        Raises CACHE_STORE_LOAD_CONNECT_FAILED, CACHE_STORE_LOAD_RDMA_CONNECT_FAILED, CACHE_STORE_CALL_PREFILL_TIMEOUT,
+        PEER_RESTARTED, INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED.
         """
         peer = self.get(address)
         async with peer.lock:
@@ -190,7 +193,7 @@ class Peers:
                         pass  # every time with one transport less
                     return peer
                 except BatonError as error:
-                    if error.code is not ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED or attempts <= 0:
+                    if error.code not in _NOT_REACHED or attempts <= 0:
                         raise
 
     async def _shake_hands(self, peer: Peer, engine_id: str) -> bool:
@@ -262,7 +265,7 @@ class Peers:
     async def _open(self, peer: Peer, transport: str, shared: pb.SharedPool) -> OpenMemory | None:
         """The peer's memory. None: it cannot be opened, which is said once, and another transport has to do.
 
-        Raises INCOMPATIBLE_PEER when no other is allowed.
+        Raises CACHE_STORE_LOAD_RDMA_CONNECT_FAILED (nixl) or INCOMPATIBLE_PEER when no other is allowed.
         """
         fetcher = self._fetchers[transport]
         try:
@@ -279,7 +282,8 @@ class Peers:
                 _log.warning("peer=%s: transport %s is left out: %s", peer.address, transport, error)
                 return None
             raise BatonError(
-                ErrorCode.INCOMPATIBLE_PEER,
+                # Its NIXL process may have been lost a moment ago; memory of this machine stays closed to this process.
+                ErrorCode.CACHE_STORE_LOAD_RDMA_CONNECT_FAILED if transport == NIXL else ErrorCode.INCOMPATIBLE_PEER,
                 f"the prefill server's KV memory cannot be opened here by {transport}; use --kv-transport auto",
                 metadata={"transports": str(error)[:256]},
             ) from None
@@ -320,6 +324,7 @@ class Peers:
             ErrorCode.PEER_RESTARTED,
             ErrorCode.CONNECTION_RESET_BY_PEER,
             ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED,
+            ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED,
             # It fell silent in the middle. A reload that asks it first does not wait for a first block, which may take
             # `publish_timeout_s`, from somebody who is not there any more.
             ErrorCode.LOAD_CACHE_TIMEOUT,

@@ -104,7 +104,7 @@ def test_read_when_the_peers_process_is_killed_in_its_middle_then_a_typed_error_
             begin_hanging_load(prefill, decode, [5, 6], [1, 2])
             os.kill(pid, signal.SIGKILL)
         failed = decode.load_failed()
-        assert failed.error.code is ErrorCode.CONNECTION_RESET_BY_PEER
+        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED
         assert failed.retriable_here and failed.foreign and failed.transport == "nixl"
         assert reads_of(decode) == 0
         decode.load(prefill.source, KEY, [3, 4], reload=True)  # its process has been started anew
@@ -156,6 +156,20 @@ def test_read_when_the_lease_ends_before_it_is_done_then_the_load_fails() -> Non
             assert (ended.outcome, ended.cause) == ("expired", "never_released")
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED and failed.foreign
+
+
+@needs_nixl
+@pytest.mark.usefixtures("over_tcp")
+def test_agent_when_it_closes_while_a_read_hangs_then_both_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_fetching, "HANG_S", 600.0)
+    chosen = settings(transport="nixl")
+    with nodes(SharedNode("prefill", chosen, seed=1)) as (prefill,):
+        with nodes(SharedNode("decode", chosen, seed=2)) as (decode,):
+            warm_up(prefill, decode)
+            with standing_still(pid_of(prefill)):
+                begin_hanging_load(prefill, decode, [5, 6], [1, 2])
+                decode.agent.close(10)
+                assert decode.load_failed().error.code is ErrorCode.SERVER_DRAINING
 
 
 @needs_nixl
@@ -231,6 +245,31 @@ def test_metadata_of_a_peer_when_it_is_damaged_then_another_transport_is_used_wi
         assert decode.count("kv_transport_fallbacks_total", transport="nixl", reason="memory") == 1
         said = [record.getMessage() for record in caplog.records if "nixl" in record.getMessage()]
         assert len(said) == 1 and said[0].startswith(f"peer={prefill.address}: transport nixl is left out: ")
+
+
+@needs_nixl
+def test_memory_of_a_peer_when_it_cannot_be_read_and_nixl_is_demanded_then_the_load_says_so_and_can_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    describe = NixlLink.describe
+
+    def cut(link: NixlLink) -> pb.SharedPool:
+        shared = describe(link)
+        shared.agent = shared.agent[: len(shared.agent) // 2]
+        return shared
+
+    with pair() as (prefill, decode):
+        with monkeypatch.context() as patch:
+            patch.setattr(NixlLink, "describe", cut)
+            prefill.stage(KEY, [5])
+            decode.load(prefill.source, KEY, [1])
+            failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_CONNECT_FAILED
+        assert failed.retriable_here and not failed.foreign
+        decode.load(prefill.source, KEY, [2], reload=True)
+        decode.load_done()
+        assert np.array_equal(decode.blocks([2]), prefill.blocks([5]))
+        prefill.lease_ended()
 
 
 def test_package_when_it_is_absent_then_auto_goes_without_it_and_a_demand_is_refused(

@@ -91,13 +91,13 @@ def test_o1_each_piece_that_cannot_be_sent_ends_the_load(
 @pytest.mark.invariant("RPC-11")
 def test_cause_of_the_sender_arrives_with_its_code_and_stage(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
-    faults.arm("cache_store.send_piece:raise=8306")
+    faults.arm("cache_store.send_piece:raise=8320")
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
     failed = decode.load_failed()
-    assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED
+    assert failed.error.code is ErrorCode.READ_BUFFER_MISMATCH
     assert failed.error.stage == "publish"
-    assert prefill.count("kv_transfer_failures_total", reason="CACHE_STORE_LOAD_RDMA_WRITE_FAILED") == 1
+    assert prefill.count("kv_transfer_failures_total", reason="READ_BUFFER_MISMATCH") == 1
     prefill.lease_ended()  # not retriable, so the decode server gave it up by itself
 
 

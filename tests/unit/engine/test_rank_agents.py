@@ -87,13 +87,13 @@ def test_o7_load_when_one_rank_fails_then_the_first_cause_and_its_rank_come_out_
 ) -> None:
     with servers(*make_pair(prefill_tp, decode_tp, transport=transport)) as (prefill, decode):
         prefill.put(SOURCE, whole_of(4, len(SOURCE)))
-        faults.arm("cache_store.load_start:raise=CACHE_STORE_LOAD_RDMA_WRITE_FAILED,rank=1")
+        faults.arm("cache_store.load_start:raise=READ_BUFFER_MISMATCH,rank=1")
         prefill.admit(KEY, SOURCE)  # and never computed: the streams of the other ranks stay open until they are ended
         decode.load(prefill.source, KEY, TARGET)
         failed = decode.load_failed()
-        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED
+        assert failed.error.code is ErrorCode.READ_BUFFER_MISMATCH
         assert failed.error.metadata["rank"] == "1"
-        assert failed.error.metadata["ranks"] == "1: CACHE_STORE_LOAD_RDMA_WRITE_FAILED, "
+        assert failed.error.metadata["ranks"] == "1: READ_BUFFER_MISMATCH, "
         assert not failed.retriable_here
         # Every rank ended its own part before the failure came out, so no load is open, and P is told at once.
         assert all(node.agent.stats().loads == 0 for node in decode.nodes)
@@ -103,17 +103,17 @@ def test_o7_load_when_one_rank_fails_then_the_first_cause_and_its_rank_come_out_
         for line in lines:
             for part in (
                 "request_id=request-1 ", f"request_key={KEY} ", "rank=1 ", "worker=prefill ", "peer=", "channel=",
-                "grpc_code=UNAVAILABLE ", "remote_code=8306 ", "finished=", "cost_ms=",
+                "grpc_code=FAILED_PRECONDITION ", "remote_code=8320 ", "finished=", "cost_ms=",
             ):  # fmt: skip
                 assert part in line, line
-        assert "ranks=[1: CACHE_STORE_LOAD_RDMA_WRITE_FAILED, ]" in lines[-1]
+        assert "ranks=[1: READ_BUFFER_MISMATCH, ]" in lines[-1]
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_load_when_the_failure_of_one_rank_ends_another_then_the_cause_is_told_even_if_its_news_is_slower() -> None:
     with servers(*make_pair(1, 2)) as (prefill, decode):
         prefill.admit(KEY, SOURCE)
-        faults.arm("cache_store.load_start:raise=CACHE_STORE_LOAD_RDMA_WRITE_FAILED,rank=1")
+        faults.arm("cache_store.load_start:raise=READ_BUFFER_MISMATCH,rank=1")
         decode.others.held = True
         decode.load(prefill.source, KEY, TARGET)
         until(lambda: prefill.nodes[0].agent.stats().readers == 1, "rank 0 reads")
@@ -121,12 +121,12 @@ def test_load_when_the_failure_of_one_rank_ends_another_then_the_cause_is_told_e
         # The rank that fails lets the lease go, which ends the other one's stream, before anybody looks.
         until(lambda: not any(node.agent.stats().loads for node in decode.nodes), "both ranks have failed")
         failed = decode.load_failed()
-        assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_RDMA_WRITE_FAILED
+        assert failed.error.code is ErrorCode.READ_BUFFER_MISMATCH
         assert failed.error.metadata["rank"] == "1"
-        assert failed.error.metadata["ranks"] == "1: CACHE_STORE_LOAD_RDMA_WRITE_FAILED, "
+        assert failed.error.metadata["ranks"] == "1: READ_BUFFER_MISMATCH, "
         ended = prefill.lease_ended()
         assert ended.outcome == "aborted"
-        assert ended.error is not None and ended.error.metadata["cause"] == "CACHE_STORE_LOAD_RDMA_WRITE_FAILED"
+        assert ended.error is not None and ended.error.metadata["cause"] == "READ_BUFFER_MISMATCH"
 
 
 def test_load_when_several_ranks_fail_then_all_are_named_the_first_cause_first() -> None:
