@@ -37,6 +37,8 @@ _NEW = "new"
 _HEX_DIGITS = frozenset("0123456789abcdef")
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _DENIED = frozenset((errno.EACCES, errno.EPERM, errno.EROFS))
+# What a process lacks for a moment; anything else is wrong with the file, and will be the next time.
+_PASSING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR))
 
 _log = logging.getLogger(__name__)
 
@@ -112,18 +114,20 @@ class DiskTier:
         if key not in self._entries:
             return False
         try:
-            descriptor = os.open(self._file(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # Without O_NONBLOCK a pipe that somebody has put there would keep the reader for good.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._file(key), flags)
+            try:
+                whole = os.fstat(descriptor).st_size == into.nbytes and _read(descriptor, into)
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:  # somebody else removed it
             self._forget(key)
             return False
         except OSError as error:
+            if error.errno not in _PASSING:
+                self.discard(key)  # or what follows it in its prefix would be out of reach for good
             raise _tier_error(error) from error
-        try:
-            whole = os.fstat(descriptor).st_size == into.nbytes and _read(descriptor, into)
-        except OSError as error:
-            raise _tier_error(error) from error
-        finally:
-            os.close(descriptor)
         if not whole:
             self.discard(key)
         return whole

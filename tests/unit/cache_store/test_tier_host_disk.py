@@ -158,7 +158,9 @@ def test_disk_when_files_are_not_its_own_then_leaves_them_alone(tmp_path: Path) 
     assert all(stranger.exists() for stranger in strangers)
 
 
-@pytest.mark.parametrize("harm", ["removed", "shortened", "emptied", "extended", "replaced by a folder"])
+@pytest.mark.parametrize(
+    "harm", ["removed", "shortened", "emptied", "extended", "a folder", "a link", "a link to itself", "a pipe"]
+)
 def test_disk_when_somebody_harms_a_file_then_it_is_a_miss_and_can_be_written_again(tmp_path: Path, harm: str) -> None:
     with disk(tmp_path) as tier:
         tier.put(key_of(1), record_of(1))
@@ -173,12 +175,15 @@ def test_disk_when_somebody_harms_a_file_then_it_is_a_miss_and_can_be_written_ag
             os.truncate(file, RECORD + 1)
         else:
             file.unlink()
-            file.mkdir()
+            put = {"a folder": file.mkdir, "a pipe": lambda: os.mkfifo(file)}
+            other = tmp_path / "other"
+            other.write_bytes(record_of(1))
+            put.get(harm, lambda: file.symlink_to(file if harm == "a link to itself" else other))()
         with contextlib.suppress(TierError):  # what is no file at all is an error, and a miss too
             assert read(tier, 1) is None
-        if file.is_dir():
+        if harm == "a folder":
             file.rmdir()
-            tier.discard(key_of(1))
+        assert held(tier, 1) == [] and not file.exists() and not file.is_symlink()
         assert tier.put(key_of(1), record_of(1))
         assert read(tier, 1) == record_of(1)
 
