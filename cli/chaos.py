@@ -108,6 +108,13 @@ def _check(arguments: argparse.Namespace) -> None:
             shlex.split(getattr(arguments, name))
         except ValueError as error:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)!r}: {error}") from None
+    if arguments.model not in (TINY, EMBEDDED) and not Path(arguments.model).exists():
+        raise ValueError(f"--model {arguments.model}: there is no such folder")
+    # Both are found out before minutes of work, not after them.
+    if arguments.json and not (Path(arguments.json).parent.is_dir() and not Path(arguments.json).is_dir()):
+        raise ValueError(f"--json {arguments.json}: name a file in a folder that exists")
+    if arguments.keep and not (Path(arguments.keep).is_dir() and os.access(arguments.keep, os.W_OK)):
+        raise ValueError(f"--keep {arguments.keep}: name a folder that exists and can be written to")
     faults.parse(arguments.points)
 
 

@@ -117,6 +117,13 @@ def _parse_chance(value: str) -> float:
     return chance
 
 
+def _parse_count(key: str, value: str) -> int:
+    count = int(value)
+    if key != "seed" and count < 1:  # it would hit nothing, and nobody would notice
+        raise ValueError
+    return count
+
+
 def _parse_one(text: str, place: int) -> _Fault:
     name, colon, rest = text.partition(":")
     if not colon or not name.strip() or not rest.strip():
@@ -146,7 +153,7 @@ def _parse_one(text: str, place: int) -> _Fault:
             elif key == "while":
                 found.file = value
             elif key in _COUNTS:
-                setattr(found, key, int(value))
+                setattr(found, key, _parse_count(key, value))
             elif key in _EFFECTS:
                 if equals:
                     raise ValueError(f"{VARIABLE}: {key} takes no value, and has {value!r}")
