@@ -251,9 +251,12 @@ class ChaosCluster:
     # ---- blows
 
     async def strike(self, blow: Blow) -> bool:
-        """Deals the blow and sees the process through to its new life. False: it lies on the ground already."""
-        member = [each for each in self.servers if each.role == blow.role][blow.index]
-        if member.busy or not member.process.alive() or not member.engine_pid:
+        """Deals the blow and sees the process through to its new life. False: it lies on the ground already, or is the
+        last of its role that does not."""
+        peers = [each for each in self.servers if each.role == blow.role]
+        standing = [each for each in peers if not each.busy and each.process.alive() and each.engine_pid]
+        member = peers[blow.index]
+        if member not in standing or (len(standing) == 1 < len(peers) and not blow.last_too):
             return False
         member.busy = True
         began = time.monotonic()

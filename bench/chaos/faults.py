@@ -26,6 +26,7 @@ class Kind(StrEnum):
     DEADLINE = "deadline"  # clients have little time
 
 
+LAST_TOO = 0.2
 BLOWS = (Kind.KILL, Kind.PAUSE, Kind.RESTART)
 _PREFILL, _DECODE, _ROUTER = "prefill", "decode", "router"
 _SERVERS = (_PREFILL, _DECODE)
@@ -94,7 +95,8 @@ def armament(role: str, kinds: Collection[Kind], seed: int, file: Path, intensit
 
 @dataclass(frozen=True)
 class Blow:
-    """One blow at one process. `part`: front or engine. `lasts_s`: a pause's length, or the wait before a new start."""
+    """One blow at one process. `part`: front or engine. `lasts_s`: a pause's length, or the wait before a new start.
+    `last_too`: dealt also when no other server of the role stands, which leaves the router none."""
 
     after_s: float  # since the blow before
     kind: Kind
@@ -102,6 +104,7 @@ class Blow:
     index: int
     part: str
     lasts_s: float
+    last_too: bool
 
 
 def blows(seed: int, kinds: Collection[Kind], servers: dict[str, int], gap_s: float) -> Iterator[Blow]:
@@ -116,4 +119,5 @@ def blows(seed: int, kinds: Collection[Kind], servers: dict[str, int], gap_s: fl
         role, index = draws.choice(targets)
         part = "front" if kind is Kind.RESTART else draws.choice(("front", "engine"))
         lasts_s = 0.1 * 60 ** draws.random() if kind is Kind.PAUSE else draws.uniform(0.0, 2.0)
-        yield Blow(draws.expovariate(1 / gap_s), kind, role, index, part, lasts_s)
+        last_too = draws.random() < LAST_TOO
+        yield Blow(draws.expovariate(1 / gap_s), kind, role, index, part, lasts_s, last_too)

@@ -107,7 +107,7 @@ class Report:
             "  paths:      " + _counts(tally.paths),
             "  loads:      " + _counts(self.loads),
             "  latency:    " + _spread(tally.seconds) + "   first token: " + _spread(tally.first_s),
-            f"  blows:      {_counts(tally.blows)}; {tally.skipped_blows} at processes that lay on the ground already",
+            f"  blows:      {_counts(tally.blows)}; {tally.skipped_blows} not dealt",
             f"  starts:     {_counts(Counter(self.starts))}; {self.failed_starts} of them failed",
             "  points hit: " + _counts(Counter({f"{point}:{action}": n for (point, action), n in self.hits.items()})),
             "  recovery:   " + _spread([seconds for seconds, _ in self.recoveries])
