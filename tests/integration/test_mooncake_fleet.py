@@ -38,10 +38,17 @@ class Fleet:
     cluster: Cluster
     http: httpx.Client
 
-    def complete(self, prompt: list[int], server: ServerProcess | None = None) -> dict[str, Any]:
+    def complete(self, prompt: list[int], server: ServerProcess | None = None, **options: str) -> dict[str, Any]:
         """Greedy; on the prefill server, if one is named."""
         headers = {"x-baton-prefill": server.grpc} if server is not None else {}
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        body |= options
         response = self.http.post("/v1/completions", json=body, headers=headers)
         assert response.status_code == 200, response.text
         return dict(response.json())
@@ -108,6 +115,10 @@ def test_fleet_when_one_server_has_computed_a_prompt_then_it_is_a_hit_on_another
     assert shared["choices"][0]["text"] == computed["choices"][0]["text"]
     assert computed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert shared["usage"]["prompt_tokens_details"]["cached_tokens"] == blocks * BLOCK
+    assert fleet.counted(second, "kv_tier_hit_blocks_total") == hits + blocks
+    of_tenant = fleet.complete(prompt, second, cache_salt="tenant")
+    assert of_tenant["choices"][0]["text"] == computed["choices"][0]["text"]
+    assert of_tenant["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # neither from the pool nor from the store
     assert fleet.counted(second, "kv_tier_hit_blocks_total") == hits + blocks
 
 
