@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import secrets
@@ -20,10 +21,14 @@ from cache_store.data_connection import TOKEN_BYTES, DataConnection, greeting, p
 from cache_store.observations import Observe
 from cache_store.settings import AgentSettings
 from rpc.errors import BatonError, ErrorCode
+from rpc.log_limit import LogLimit
 
 BACKLOG = 128
 ACCEPTS_AT_ONCE = 32  # then the loop serves others first
+NO_ROOM_PAUSE_S = 1.0  # after the process had no descriptor for a connection: it waits, and would call again at once
 IDLE_MARGIN = 1.5  # the other side, which closes idle connections first, does so this much sooner
+
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +64,8 @@ class DataListener:
         self._expected: dict[bytes, Expected] = {}  # by the token's digest, so that no comparison tells of a token
         self._guests: set[_Guest] = set()
         self._lent = 0
+        self._resume: asyncio.TimerHandle | None = None
+        self._failures = LogLimit()
 
     @property
     def connections(self) -> int:
@@ -147,8 +154,12 @@ class DataListener:
                 sock, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError as error:  # the process may have no descriptor left; the peer is told by its own limit
-                _log.warning("a data connection cannot be accepted: %s", error)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    continue  # this one has ended already
+                if count := self._failures.occurred("accept"):
+                    _log.warning("a data connection cannot be accepted: %s", error, extra={"occurrences": count})
+                self._pause()  # the peer is told by its own limit
                 return
             if self.connections >= self._settings.data_connections:
                 self._count("refused")
@@ -162,6 +173,16 @@ class DataListener:
                 sock.close()
                 continue
             self._welcome(connection)
+
+    def _pause(self) -> None:
+        """Accepts nothing for a while."""
+        assert self._socket is not None and self._loop is not None
+        self._loop.remove_reader(self._socket.fileno())
+        self._resume = self._loop.call_later(NO_ROOM_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._socket is not None and self._loop is not None:
+            self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _welcome(self, connection: DataConnection) -> None:
         """Waits for the connection's next token."""
@@ -215,6 +236,8 @@ class DataListener:
 
     def close(self) -> None:
         """Connections of loads are closed by their senders."""
+        if self._resume is not None:
+            self._resume.cancel()
         for guest in list(self._guests):
             self._part(guest)
             guest.connection.close()

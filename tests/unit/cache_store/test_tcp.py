@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +16,7 @@ import pytest
 
 from cache_store.agent import GroupLayout
 from cache_store.data_connection import TOKEN_BYTES, greeting
+from cache_store.data_listener import NO_ROOM_PAUSE_S
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults
@@ -146,6 +150,29 @@ def test_token_when_none_comes_in_time_then_connection_and_load_end() -> None:
 
 
 # ---- connections
+
+
+def test_connection_when_the_process_has_no_descriptor_left_then_it_is_taken_later_and_the_loop_does_not_spin(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pair() as (prefill, _), socket.socket() as late:
+        late.settimeout(WAIT_S)
+        lowest = os.dup(0)
+        os.close(lowest)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        began = time.monotonic()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            late.connect(("127.0.0.1", data_port(prefill)))
+            until(lambda: "cannot be accepted" in caplog.text, "the refusal")
+            for _ in range(20):  # the loop goes round
+                with prefill.held():
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        tries = caplog.text.count("cannot be accepted")
+        assert tries <= 1 + (time.monotonic() - began) / NO_ROOM_PAUSE_S
+        assert read(late, TOKEN_BYTES) == greeting(prefill.identity.engine_id)
 
 
 def test_loads_when_many_follow_each_other_then_they_share_connections() -> None:
