@@ -278,7 +278,7 @@ class Peers:
             if self._offer.without(transport, *peer.closed_to_us).transports:
                 peer.closed_to_us.add(transport)
                 if not isinstance(error, NixlUnavailable):  # which is counted where it is found
-                    self._observe("kv_transport_fallbacks_total", transport=transport, reason="memory")
+                    self._observe("kv_transport_fallbacks_total", transport=transport, reason="failed")
                 _log.warning("peer=%s: transport %s is left out: %s", peer.address, transport, error)
                 return None
             raise BatonError(

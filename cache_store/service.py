@@ -36,7 +36,7 @@ from cache_store.tp_mapping import PeerShare
 from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
-from rpc.errors import BatonError, ErrorCode
+from rpc.errors import TRANSFER_FAILURES, BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, fault, fault_async
 from rpc.ids import valid_request_id
 from rpc.logs import request_id_var
@@ -47,23 +47,6 @@ MAX_NOTICE_BYTES = 1 << 30  # what one event of a one-sided transport speaks of
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
-
-# Codes that count as failures of the transfer itself; ended leases, aborts and the request's own failures do not.
-TRANSFER_FAILURES = frozenset(
-    code
-    for code in ErrorCode
-    if 8300 <= code < 8400
-    or code
-    in (
-        ErrorCode.CONNECTION_RESET_BY_PEER,
-        ErrorCode.KEEP_ALIVE_TIMEOUT,
-        ErrorCode.KV_STALE_REFERENCE,
-        ErrorCode.KV_CHECKSUM_MISMATCH,
-        ErrorCode.INCOMPATIBLE_PEER,
-        ErrorCode.PEER_RESTARTED,
-        ErrorCode.DUPLICATE_REQUEST,
-    )
-)
 
 STALE_KINDS = {
     ErrorCode.KV_LEASE_EXPIRED: "expired",

@@ -407,3 +407,21 @@ def http_error_headers(error: BatonError, request_id: str = "") -> dict[str, str
     if error.spec.sends_retry_after:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1)))
     return headers
+
+
+# Codes that count as failures of the transfer itself; ended leases, aborts and the request's own failures do not.
+TRANSFER_FAILURES = frozenset(
+    code
+    for code in ErrorCode
+    if 8300 <= code < 8400
+    or code
+    in (
+        ErrorCode.CONNECTION_RESET_BY_PEER,
+        ErrorCode.KEEP_ALIVE_TIMEOUT,
+        ErrorCode.KV_STALE_REFERENCE,
+        ErrorCode.KV_CHECKSUM_MISMATCH,
+        ErrorCode.INCOMPATIBLE_PEER,
+        ErrorCode.PEER_RESTARTED,
+        ErrorCode.DUPLICATE_REQUEST,
+    )
+)

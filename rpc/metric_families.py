@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from rpc.errors import ErrorCode
+from rpc.errors import TRANSFER_FAILURES, ErrorCode
 from rpc.graph_status import INIT_STATUSES, REQUEST_STATUSES, GraphRole
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES, ROUTER_LEG_STAGES, ROUTER_STAGES
 
@@ -299,10 +299,10 @@ KV_FAMILIES = (
        result="ok duplicate unknown checksum missing"),
     _f("kv_transfer_failures_total", "c", _SERVERS, "transport reason",
        "Transfers that failed, lease ends excluded",
-       reason=" ".join(sorted(_CODES))),
+       reason=" ".join(sorted(code.name for code in TRANSFER_FAILURES))),
     _f("kv_transport_fallbacks_total", "c", _SERVERS, "transport reason",
        "Transports left out because they do not work here",
-       reason="absent memory failed"),
+       transport="ipc nixl tcp", reason="absent failed"),
     _f("kv_data_connections_total", "c", _SERVERS, "result",
        "Connections to the data port, each time that a load takes one or one is refused or ends",
        result="used unknown_token silent idle lost refused"),

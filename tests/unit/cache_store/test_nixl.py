@@ -19,7 +19,10 @@ import pytest
 from cache_store import nixl_fetching, nixl_link, offering, peers
 from cache_store.nixl_fetching import NixlFetcher
 from cache_store.nixl_link import NixlLink, ReadFailed
-from cache_store.regions import file_regions
+from cache_store.observations import ignore
+from cache_store.offering import make_offer
+from cache_store.pool import StagedKvPool
+from cache_store.regions import CUDA, Regions, file_regions
 from cache_store.rows import Rows
 from cache_store.shared_memory import MemoryFile
 from cache_store.staging import MemoryUnavailable
@@ -27,7 +30,7 @@ from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.shared import SharedNode, needs_nixl
-from tests.unit.cache_store.staged import HeldMark
+from tests.unit.cache_store.staged import GatedCopies, HeldMark
 
 KEY = key_of(1)
 WAIT_S = 20.0
@@ -242,7 +245,7 @@ def test_metadata_of_a_peer_when_it_is_damaged_then_another_transport_is_used_wi
     with pair("auto") as (prefill, decode), caplog.at_level(logging.WARNING, "cache_store"):
         load_until_both_have_nixl(prefill, decode)
         assert load_one(prefill, decode) == load_one(prefill, decode) == "tcp"
-        assert decode.count("kv_transport_fallbacks_total", transport="nixl", reason="memory") == 1
+        assert decode.count("kv_transport_fallbacks_total", transport="nixl", reason="failed") == 1
         said = [record.getMessage() for record in caplog.records if "nixl" in record.getMessage()]
         assert len(said) == 1 and said[0].startswith(f"peer={prefill.address}: transport nixl is left out: ")
 
@@ -285,6 +288,22 @@ def test_package_when_it_is_absent_then_auto_goes_without_it_and_a_demand_is_ref
         SharedNode("prefill", settings(transport="nixl"))
     assert refused.value.code is ErrorCode.INVALID_PARAMS
     assert "--kv-transport nixl" in refused.value.message and "baton[nixl]" in refused.value.message
+
+
+def test_auto_when_the_memory_is_on_a_device_then_nixl_needs_rdma(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(offering, "installed", lambda: True)
+    monkeypatch.setattr(offering, "RDMA_DEVICES", tmp_path)
+    copies = GatedCopies([], {}, None)
+    pool = StagedKvPool({}, copies, Regions(CUDA, {("full", 0): 4096}, addresses={("full", 0): 1 << 40}))
+    try:
+        assert "nixl" not in make_offer(pool, settings(), ignore).transports
+        assert make_offer(pool, settings(transport="nixl"), ignore).transports == ("nixl",)
+        (tmp_path / "mlx5_0").touch()
+        assert make_offer(pool, settings(), ignore).transports == ("nixl", "tcp", "grpc")
+    finally:
+        copies.close()
 
 
 @pytest.mark.usefixtures("two_machines")

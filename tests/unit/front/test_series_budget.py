@@ -7,7 +7,6 @@ from typing import Literal
 
 import pytest
 
-from cache_store.settings import TRANSPORTS
 from engine.messages import EngineStats, Ledger, RankStats
 from front.engine_feed import BLOCK_STATES, HOLD_STATES
 from protos import decode_pb2, prefill_pb2, worker_pb2
@@ -36,8 +35,6 @@ def methods_of(role: str) -> list[str]:
 def values_of(family: Family, label: str, role: str) -> list[str]:
     if label == "stage":
         return [*PREFILL_STAGES, *(DECODE_STAGES if role == "decode" else ())]
-    if label == "transport":
-        return list(TRANSPORTS)
     if label in family.values:
         return sorted(family.values[label])
     return list(OWN.get(label, ["one"]))
