@@ -16,6 +16,8 @@ from cache_store.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 
 KIND = "host"
+NAME = "baton-"  # and the token
+TOKEN_BYTES = 16
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -23,7 +25,7 @@ class MemoryFile:
     """`size` bytes of zeros. On huge pages where the system grants them to shared memory."""
 
     def __init__(self, size: int) -> None:
-        self._token = f"baton-{secrets.token_hex(16)}"
+        self._token = NAME + secrets.token_hex(TOKEN_BYTES)
         self._fd = os.memfd_create(self._token, os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
@@ -66,8 +68,10 @@ def _map_file(handle: bytes, offset: int, size: int) -> mmap.mmap:
     except (OSError, ValueError) as error:
         raise MemoryUnavailable(f"a memory file of the peer cannot be opened: {error}") from error
     try:
-        # The numbers may be those of another process by now; the token is never used twice.
-        if token not in os.readlink(f"/proc/self/fd/{descriptor}"):
+        # The numbers may be those of another process by now; the token is never used twice. Nothing but such a file is
+        # mapped, whatever a peer names.
+        named = token.startswith(NAME) and len(token) == len(NAME) + 2 * TOKEN_BYTES
+        if not named or token not in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise MemoryUnavailable("the peer's process is another one by now")
         if os.fstat(descriptor).st_size < offset + size:
             raise MemoryUnavailable("a memory file of the peer is smaller than said")

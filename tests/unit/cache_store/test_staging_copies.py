@@ -242,7 +242,8 @@ def test_memory_file_when_the_descriptor_is_another_file_by_now_then_it_is_refus
     pid, fd, token = handle.decode().split(":")
     other = MemoryFile(64)
     stale = f"{pid}:{other.handle.decode().split(':')[1]}:{token}".encode()
-    for wrong in (stale, b"", b"x", f"{pid}:99999:{token}".encode()):
+    plain = f"{pid}:{other.descriptor}"  # a file of its own, but not by a name that says which
+    for wrong in (stale, b"", b"x", f"{pid}:99999:{token}".encode(), f"{plain}:".encode(), f"{plain}:baton-".encode()):
         with pytest.raises(MemoryUnavailable):
             shared_memory._map_file(wrong, 0, 64)
     with pytest.raises(MemoryUnavailable, match="smaller"):
