@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from cache_store.nixl_agent import PACKAGES, installed
 from cache_store.observations import Observe
 from cache_store.pool import HostKvPool, KvPool, StagedKvPool
+from cache_store.regions import CUDA
 from cache_store.settings import AgentSettings
 from cache_store.staging import MemoryUnavailable
 from cache_store.transports import GRPC, IPC, NIXL, TCP, TRANSPORTS, Offer, this_host
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _log = logging.getLogger(__name__)
 
@@ -40,17 +44,28 @@ def make_offer(pool: KvPool, settings: AgentSettings, observe: Observe) -> Offer
                 "other servers of this machine cannot read the KV memory, so transport ipc is left out: %s", error
             )
     on_demand = frozenset[str]()
-    if NIXL in allowed and pool.regions() is not None:
-        if installed():
+    regions = pool.regions() if NIXL in allowed else None
+    if regions is not None:
+        if not installed():
+            missing = f"none of the packages {', '.join(PACKAGES)} is installed"
+        elif regions.memory == CUDA and settings.transport == "auto" and not has_rdma():
+            # Over TCP the library may end its process, which here is the engine's, with that of a peer.
+            missing = "this machine has no RDMA device"
+        else:
+            missing = ""
             possible.add(NIXL)
             on_demand = frozenset({NIXL})
-        elif settings.transport == NIXL:
-            raise nixl_impossible(f"none of the packages {', '.join(PACKAGES)} is installed")
-        else:
+        if missing and settings.transport == NIXL:
+            raise nixl_impossible(missing)
+        if missing:
             observe("kv_transport_fallbacks_total", transport=NIXL, reason="absent")
-            _log.info("the package nixl is not installed, so transport nixl is left out")
+            _log.info("transport nixl is left out: %s", missing)
     transports = tuple(each for each in TRANSPORTS if each in possible)
     return Offer(transports or (GRPC,), this_host(), memories, on_demand)
+
+
+def has_rdma() -> bool:
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
 def nixl_impossible(why: str) -> BatonError:
