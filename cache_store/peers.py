@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError, Message
 
 from cache_store import handshake
 from cache_store.data_dialer import DataDialer
@@ -40,6 +42,8 @@ BETTER_SOON_S = 2.0  # after a handshake that had to leave out what is being mad
 
 # After these, `connect_retries` further attempts are made.
 _NOT_REACHED = frozenset({ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED, ErrorCode.CACHE_STORE_LOAD_RDMA_CONNECT_FAILED})
+
+M = TypeVar("M", bound=Message)
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +118,23 @@ class Peer:
         if self.memory is not None:
             self.memory.retire()
         self.memory = None
+
+
+def _breach(what: str) -> BatonError:
+    return BatonError(
+        ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
+        "the prefill server's answer breaks the protocol",
+        metadata={"contract_breach": "absent_field", "breach": what},
+    )
+
+
+def _parsed(kind: type[M], data: bytes) -> M:
+    """An answer. Raises CACHE_STORE_LOAD_UNKNOWN_ERROR for bytes that are none."""
+    try:
+        answer: M = kind.FromString(data)
+    except DecodeError:
+        raise _breach("an answer that cannot be parsed") from None
+    return answer
 
 
 def request_metadata(request_key: str) -> tuple[tuple[str, str], ...]:
@@ -209,15 +230,15 @@ class Peers:
             limit_s = self._settings.connect_timeout_s + (NIXL_START_S if offer.transports == (NIXL,) else 0.0)
             request = handshake.make_request(self._identity, engine_id, self._settings.checksum, offer)
             data = await self._call(peer.address, "Handshake", request.SerializeToString(), limit_s, ())
-            response = pb.HandshakeResponse.FromString(data)
+            response = _parsed(pb.HandshakeResponse, data)
             if response.engine_id != engine_id:
                 raise handshake.restarted(engine_id, response.engine_id)
-            if response.lease_seconds <= 0 or not response.checksum or response.transport not in offer.transports:
-                raise BatonError(
-                    ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
-                    "the prefill server's answer breaks the protocol",
-                    metadata={"contract_breach": "absent_field", "breach": "handshake without its result"},
-                )
+            if not response.checksum or response.transport not in offer.transports:
+                raise _breach("handshake without its result")
+            if not 0 < response.lease_seconds < math.inf:  # which a timer could not be set to
+                raise _breach("handshake with a lease of no length")
+            if response.transport == TCP and not 0 < response.data_port < 65536:
+                raise _breach("handshake without a data port")
             block_sizes = self._check_groups(response)
             memory = None
             if response.transport in ONE_SIDED:
@@ -255,11 +276,7 @@ class Peers:
         sizes = {group.tag: group.block_size for group in response.groups}
         fit = all(block_sizes_fit(sizes.get(own.tag, 0), own.block_size) for own in self._identity.groups)
         if not fit:
-            raise BatonError(
-                ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR,
-                "the prefill server's answer breaks the protocol",
-                metadata={"contract_breach": "absent_field", "breach": "handshake without block sizes that fit"},
-            )
+            raise _breach("handshake without block sizes that fit")
         return sizes
 
     async def _open(self, peer: Peer, transport: str, shared: pb.SharedPool) -> OpenMemory | None:
@@ -369,7 +386,7 @@ class Peers:
         data = await self._call(
             address, "RenewLease", request.SerializeToString(), self._settings.call_timeout_s, metadata
         )
-        return pb.RenewLeaseResponse.FromString(data).remaining_seconds
+        return _parsed(pb.RenewLeaseResponse, data).remaining_seconds
 
     async def release(self, address: str, request: pb.ReleaseRequest) -> bool:
         metadata = request_metadata(request.reference.request_key)
@@ -377,7 +394,7 @@ class Peers:
         # Giving up is told to every peer at once, and the lease ends by itself where it does not arrive.
         timeout_s = settings.call_timeout_s if request.complete else settings.cancel_timeout_s
         data = await self._call(address, "Release", request.SerializeToString(), timeout_s, metadata)
-        return pb.ReleaseResponse.FromString(data).found
+        return _parsed(pb.ReleaseResponse, data).found
 
     async def close(self) -> None:
         self.dialer.close()

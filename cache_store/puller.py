@@ -34,6 +34,7 @@ from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, fault_async
 
+SHORTEST_RENEWAL_S = 0.01  # between two renewals, whatever lease a peer names
 FAILURE_MARKER = "PD_CACHE_KEY_READ_FAILED"
 
 _log = logging.getLogger(__name__)
@@ -438,7 +439,7 @@ class Puller:
         if loaded is not None:
             lease_s = min(self.peers.get(leg.address).lease_seconds or own_s for leg in legs)
         while True:
-            await asyncio.sleep(lease_s / 3)
+            await asyncio.sleep(max(SHORTEST_RENEWAL_S, lease_s / 3))
             for leg in legs:
                 try:
                     if await fault_async("cache_store.renew", key=key, side="decode", rank=self._identity.rank):

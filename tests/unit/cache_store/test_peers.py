@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import subprocess
 import sys
@@ -216,6 +217,7 @@ class Scripted(pb_grpc.CacheStoreServicer):
     """A cache store that answers a load with the events it is given, however wrong they are."""
 
     groups = (LAYOUT.to_proto(),)
+    agreed: dict[str, object] = {}  # noqa: RUF012 - replaced, never changed
 
     def __init__(self, events: list[pb.LoadEvent | bytes], end: Exception | None = None) -> None:
         self.events = events
@@ -223,10 +225,8 @@ class Scripted(pb_grpc.CacheStoreServicer):
         self.released = threading.Event()
 
     def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeResponse:
-        return pb.HandshakeResponse(
-            engine_id="prefill", tp_size=1, rank=0, transport="grpc", checksum="off", lease_seconds=30,
-            groups=self.groups,
-        )  # fmt: skip
+        usual = {"transport": "grpc", "checksum": "off", "lease_seconds": 30}
+        return pb.HandshakeResponse(engine_id="prefill", tp_size=1, rank=0, groups=self.groups, **usual | self.agreed)
 
     def Load(self, request: pb.LoadRequest, context: object) -> Iterator[pb.LoadEvent]:
         yield from self.events
@@ -288,6 +288,60 @@ def test_handshake_when_the_peer_does_not_name_block_sizes_that_fit_then_it_is_a
         assert "block sizes" in error.metadata["breach"]
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
         assert_clean(decode)
+
+
+@pytest.mark.parametrize(
+    "agreed",
+    [
+        {"lease_seconds": math.nan},
+        {"lease_seconds": math.inf},
+        {"lease_seconds": -1.0},
+        {"transport": "tcp", "data_port": 0},
+        {"transport": "tcp", "data_port": 65536 + 80},
+        {"transport": "nixl"},
+    ],
+    ids=str,
+)
+def test_handshake_when_the_peer_agrees_to_what_cannot_be_then_it_is_a_breach(
+    agreed: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scripted, "agreed", agreed)
+    transport = "tcp" if "data_port" in agreed else "grpc"
+    with scripted([*START, *ALL, *END]) as source, nodes(Node("decode", settings(transport=transport))) as (decode,):
+        decode.load(source, KEY, [1])
+        error = decode.load_failed().error
+        assert (error.code, error.breach) == (ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "absent_field")
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
+        assert_clean(decode)
+
+
+def test_answers_when_they_cannot_be_parsed_then_it_is_a_breach_and_renewals_go_on() -> None:
+    asked = threading.Semaphore(0)
+
+    def garbage(request: bytes, context: object) -> bytes:
+        asked.release()
+        return b"\xff\xff"
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler = grpc.unary_unary_rpc_method_handler(garbage)
+    methods = dict.fromkeys(("Handshake", "RenewLease", "Release"), handler)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.CacheStore", methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with nodes(Node("decode", settings(lease_seconds=0.05))) as (decode,):
+            source = KvSourceRef("prefill", (address,), 1)
+            decode.load(source, KEY, [1])
+            error = decode.load_failed().error
+            assert (error.code, error.breach) == (ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "absent_field")
+            assert asked.acquire(timeout=5)
+            decode.agent.keep_alive(key_of(2), source)
+            assert all(asked.acquire(timeout=5) for _ in range(3))
+            decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
+            decode.agent.cancel_load(key_of(2), BatonError(ErrorCode.CANCELLED))
+            assert_clean(decode)
+    finally:
+        server.stop(0).wait(5)
 
 
 @pytest.mark.invariant("RPC-10", "RPC-13")
