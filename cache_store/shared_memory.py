@@ -64,7 +64,8 @@ def _map_file(handle: bytes, offset: int, size: int) -> mmap.mmap:
     try:
         pid, fd, token = handle.decode().split(":")
         path = f"/proc/{int(pid)}/fd/{int(fd)}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Whatever a peer may name, to open it waits for nobody.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as error:
         raise MemoryUnavailable(f"a memory file of the peer cannot be opened: {error}") from error
     try:

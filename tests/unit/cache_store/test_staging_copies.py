@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,7 +236,7 @@ def test_memory_of_another_process_is_read_and_can_not_be_opened_after_its_end()
     engine.close()
 
 
-def test_memory_file_when_the_descriptor_is_another_file_by_now_then_it_is_refused() -> None:
+def test_memory_file_when_the_descriptor_is_another_file_by_now_then_it_is_refused(tmp_path: Path) -> None:
     file = MemoryFile(64)
     handle = file.handle
     file.view.release()
@@ -246,6 +247,11 @@ def test_memory_file_when_the_descriptor_is_another_file_by_now_then_it_is_refus
     for wrong in (stale, b"", b"x", f"{pid}:99999:{token}".encode(), f"{plain}:".encode(), f"{plain}:baton-".encode()):
         with pytest.raises(MemoryUnavailable):
             shared_memory._map_file(wrong, 0, 64)
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(MemoryUnavailable):  # and not a wait for somebody who writes to it
+        shared_memory._map_file(f"{pid}:{pipe}:{token}".encode(), 0, 64)
+    os.close(pipe)
     with pytest.raises(MemoryUnavailable, match="smaller"):
         shared_memory._map_file(other.handle, 32, 64)
     gc.collect()
