@@ -291,7 +291,9 @@ class CacheStoreAgent:
                 for tag, (_, ids) in wanted.items()
                 if (layout := self.identity.group(tag)) is not None
             )
-            self._emit(LoadFailed(request_key, _queue_full(), 0, missing, retriable_here=False))
+            refusal = _queue_full()
+            self._post(self._do_refuse_load, request_key, source, refusal)
+            self._emit(LoadFailed(request_key, refusal, 0, missing, retriable_here=False))
             return
         now = self._clock()
         deadline = math.inf if deadline_s is None else now + deadline_s
@@ -483,6 +485,9 @@ class CacheStoreAgent:
 
     def _do_load(self, *arguments: Any) -> None:
         self._pulling.load(*arguments)
+
+    def _do_refuse_load(self, key: str, source: KvSourceRef, error: BatonError) -> None:
+        self._pulling.refuse_load(key, source, error)
 
     def _do_cancel_load(self, key: str, error: BatonError) -> None:
         self._pulling.cancel_load(key, error)

@@ -164,6 +164,18 @@ class Puller:
             return
         self._observe("aborts_total", leg="cache_store", source=abort_source(error))
 
+    def refuse_load(self, key: str, source: KvSourceRef, error: BatonError) -> None:
+        """A load that was not taken in: nothing keeps its lease alive any more, and P is told."""
+        if key in self._jobs:
+            return
+        kept = self._kept.pop(key, None)
+        self.forget(key)
+        if kept is None:
+            generations = dict.fromkeys((leg.address for leg in make_legs(self._identity, source, {})), None)
+        else:
+            generations = kept.generations
+        self._release_all(key, source, generations, error)
+
     def stop_load(self, key: str, error: BatonError) -> None:
         """Ends an open load because another rank's has failed, without a word to P: both may be repeated."""
         job = self._jobs.get(key)

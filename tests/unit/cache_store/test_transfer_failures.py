@@ -461,3 +461,19 @@ def test_loop_of_an_agent_reports_no_task_left_after_close() -> None:
     node.close()
     assert node.agent._loop is not None and node.agent._loop.is_closed()
     assert not asyncio.all_tasks(node.agent._loop)
+
+
+def test_load_when_it_finds_no_room_in_the_queue_then_nobody_renews_its_lease_and_the_prefill_server_is_told(
+    pair: tuple[Node, Node],
+) -> None:
+    prefill, decode = pair
+    prefill.stage(KEY, [5])
+    decode.agent.keep_alive(KEY, prefill.source)  # it waited for blocks before
+    faults.arm("cache_store.queue:full,what=load")
+    decode.load(prefill.source, KEY, [1])
+    failed = decode.load_failed()
+    assert failed.error.code is ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED and not failed.retriable_here
+    ended = prefill.lease_ended()
+    assert ended.outcome == "aborted"
+    assert ended.error is not None and ended.error.metadata["cause"] == "CACHE_STORE_PUSH_ITEM_FAILED"
+    assert not decode.agent._pulling._renewals

@@ -206,7 +206,6 @@ def test_fault_when_it_hits_any_step_of_a_transfer_then_its_code_comes_and_a_rel
                 failed = decode.load_failed()
                 assert failed.error.code is code, fault
                 if not failed.retriable_here:
-                    prefill.agent.fail(key, failed.error)  # of a load that could not be queued it knows nothing
                     assert prefill.lease_ended().outcome == "aborted", fault
                     continue
                 own = [11, 12, 13]
