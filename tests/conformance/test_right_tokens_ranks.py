@@ -155,7 +155,7 @@ def counted(server: ServerProcess, name: str, **labels: str) -> float:
 
 
 @pytest.mark.parametrize(("sizes_and_pair", "transport"), BY_TRANSPORT)
-def test_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_also_with_a_prefix_on_the_decode_server(
+def test_k13_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_also_with_a_prefix_on_the_decode_server(
     started: dict[tuple[int, ...], Ranked],
     cases: list[Case],
     sizes_and_pair: tuple[Any, tuple[int, int]],
