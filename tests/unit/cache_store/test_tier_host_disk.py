@@ -254,13 +254,14 @@ def test_disk_when_its_server_is_killed_again_and_again_then_the_next_one_has_wh
             first = int(line)
         child.send_signal(signal.SIGKILL)
         child.wait(10)
+        first = int((child.stdout.read().split() or [first])[-1])  # how far it came before the signal did
         child.stdout.close()
         litter = tmp_path / "blocks" / "new"
         (litter / "left").write_bytes(record_of(1)[: RECORD // 3])  # what a kill inside of a write leaves
         (file_of(tmp_path, 0).parent / f"{key_of(0).hex()}.kv").write_bytes(b"")  # and what a loss of power does
         with disk(tmp_path, 40) as tier:  # the lock went with its holder
             assert (list(litter.iterdir()), held(tier, 0)) == ([], [])
-            here = held(tier, *range(1, first + 50))
+            here = held(tier, *range(1, first + 2))
             assert 30 <= len(here) <= 40 and max(here) >= first - 1
             assert all(read(tier, number) == record_of(number) for number in here)
             assert len(files(tmp_path)) == len(here)

@@ -153,7 +153,7 @@ class Below:
         return self.counts.get((f"baton_kv_tier_{name}", *sorted(labels.values())), 0)
 
     def close(self) -> None:
-        self.store.close()
+        self.store.close(drain_s=WAIT_S)
         if self.copies is not None:
             self.copies.close()
 

@@ -60,7 +60,7 @@ class RealEngine:
 
     def __exit__(self, *_: object) -> None:
         if self.core.tiers is not None:
-            self.core.tiers.close()
+            self.core.tiers.close(drain_s=10.0)
         self.core.agent.close(2.0)
         self.wakeup.close()
 
