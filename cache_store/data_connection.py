@@ -254,6 +254,8 @@ class Mover:
             self._done(self._finished.popleft())
 
     def _end_turn(self, turn: asyncio.Future[tuple[int, bool, Exception | None]]) -> None:
+        if self._turn is not turn:  # `ended` was quicker than the loop
+            return
         self._turn = None
         self._report()
         if turn.cancelled():  # with its loop, at the agent's end
@@ -291,6 +293,10 @@ class Mover:
         self._stop_waiting()
 
     async def ended(self) -> None:
-        """Returns when no worker has the connection. A cancellation takes effect afterwards."""
-        if self._turn is not None:
-            await settled([self._turn])
+        """Returns when no worker has the connection and all that was moved is reported. A cancellation takes effect
+        afterwards."""
+        while (turn := self._turn) is not None:
+            try:
+                await settled([turn])
+            finally:
+                self._end_turn(turn)
