@@ -233,8 +233,6 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
     Row("load: prompt_tokens is 0", load(prompt_tokens=0), 605, (">= 1",), "prompt_tokens"),
     Row("load: an unknown checksum", load(checksum="crc"), 605, ("crc",), "checksum"),
     Row("load: an unknown transport", load(transport="rdma"), 605, ("rdma", "grpc"), "transport"),
-    Row("load: memory that is not shared", load("decode_cache_store", transport="ipc"), 605, ("ipc", "grpc"),
-        "transport"),
     Row("load: chunks of 1 byte", load(chunk_bytes=1), 605, ("65536",), "chunk_bytes"),
     Row("load: chunks of 2 MiB", load(chunk_bytes=2 << 20), 605, ("1048576",), "chunk_bytes"),
     Row("load: 0 partitions", load(wanted_partition_count=0), 605, (), "wanted[0].partition_count"),

@@ -15,6 +15,7 @@ from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
+from rpc.status import from_rpc_error
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.staged import Pair, StagedNode, make_pair
 
@@ -88,10 +89,8 @@ def test_memory_that_cannot_be_opened_when_ipc_is_demanded_then_the_peers_do_not
         assert failed.error.metadata["transports"] == "ipc / tcp, grpc"
 
 
-def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(direct: Pair) -> None:
-    prefill, _ = direct
-    prefill.stage(KEY, [5, 9])
-    request = pb.LoadRequest(
+def load_of_two(transport: str = "ipc") -> pb.LoadRequest:
+    return pb.LoadRequest(
         reference=pb.KvReference(engine_id="prefill", request_key=KEY),
         wanted=[
             pb.WantedBlocks(
@@ -102,11 +101,26 @@ def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(dir
         prompt_tokens=2 * LAYOUT.block_size,
         checksum="all",
         chunk_bytes=1 << 16,
-        transport="ipc",
+        transport=transport,
         reader=pb.ReaderRank(rank=0, tp_size=1),
     )  # fmt: skip
+
+
+def test_load_when_the_transport_is_one_that_is_not_served_then_it_is_refused_with_those_that_are() -> None:
+    with nodes(Node("prefill", settings(transport="auto"), seed=1)) as (private,):
+        with grpc.insecure_channel(private.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_of_two("ipc"), timeout=WAIT_S))
+        error = from_rpc_error(refused.value, leg="cache_store", deadline_passed=False, was_ready=True)
+        assert (error.code, error.param) == (ErrorCode.INVALID_PARAMS, "transport")
+        assert "tcp, grpc" in error.message
+        assert_clean(private)
+
+
+def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(direct: Pair) -> None:
+    prefill, _ = direct
+    prefill.stage(KEY, [5, 9])
     with grpc.insecure_channel(prefill.address) as channel:
-        events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(request, timeout=WAIT_S))
+        events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_of_two(), timeout=WAIT_S))
     (notices,) = [event.notices for event in events if event.notices]
     assert not any(event.data or event.HasField("pieces") for event in events)
     assert [(n.layer, list(n.blocks), list(n.source_blocks)) for n in notices] == [
