@@ -35,6 +35,7 @@ from cache_store.events import (
 from cache_store.fetching import DeviceFetcher, Fetcher, HostFetcher
 from cache_store.layout import AgentIdentity, GroupLayout
 from cache_store.lease import LeaseTable
+from cache_store.loop_errors import guarded, on_loop_exception
 from cache_store.nixl_fetching import NixlFetcher
 from cache_store.nixl_link import START_S as NIXL_START_S
 from cache_store.nixl_link import NixlLink, NixlUnavailable
@@ -43,9 +44,10 @@ from cache_store.offering import make_offer, nixl_impossible
 from cache_store.parking import ParkingTable
 from cache_store.peers import PeerState
 from cache_store.pool import HostKvPool, KvPool, StagedKvPool
-from cache_store.puller import Puller, abort_source
+from cache_store.puller import Puller
 from cache_store.service import CacheStoreService
 from cache_store.settings import AgentSettings
+from cache_store.staged_requests import StagedRequests, store_failed
 from cache_store.staging import Completions, Staging, Ticket
 from cache_store.transports import IPC, NIXL, TCP
 from cache_store.wire import SERVICE
@@ -74,7 +76,6 @@ SHUTDOWN_GRACE_S = 0.5
 MAX_WAITING_PER_SLOT = 64  # commands of the engine not yet taken up, per place of queue_size
 
 _log = logging.getLogger(__name__)
-_STORE_FAILED = {"code": ErrorCode.CACHE_STORE_STORE_FAILED.name}  # of a line in the log
 
 
 class CacheStoreAgent:
@@ -145,6 +146,9 @@ class CacheStoreAgent:
             self._workers,
             self._listener,
             self._nixl,
+        )
+        self._staged = StagedRequests(
+            pool, self._table, self._parking, self._offer, observe, self._emit, clock, identity.rank
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -232,7 +236,7 @@ class CacheStoreAgent:
         sooner or later.
         """
         own = {tag: list(ids) for tag, ids in blocks.items()}
-        self._post(self._do_admit, request_key, generation, prompt_tokens, own, ready_tokens)
+        self._post(self._staged.admit, request_key, generation, prompt_tokens, own, ready_tokens)
 
     def publish(self, request_key: str, group: str, layer: int, upto_block: int, after: Ticket | None = None) -> None:
         """Blocks [0, upto_block) of that layer are final, `after` that point. Ignored when the lease has ended.
@@ -240,21 +244,21 @@ class CacheStoreAgent:
         When the agent is too far behind, the request fails with CACHE_STORE_PUSH_ITEM_FAILED instead of waiting.
         """
         if self._full(request_key, "publish"):
-            self._post(self._do_fail, request_key, _queue_full())
+            self._post(self._staged.fail, request_key, _queue_full())
         else:
-            self._post_after(after, request_key, self._do_publish, request_key, group, layer, upto_block)
+            self._post_after(after, request_key, self._staged.publish, request_key, group, layer, upto_block)
 
     def computed(self, request_key: str, result: common_pb2.PrefillResult, hold: bool) -> None:
         """Every prompt block was published. The lease clock starts; without `hold` the lease ends with its readers."""
-        self._post_after(None, request_key, self._do_computed, request_key, result, hold)
+        self._post_after(None, request_key, self._staged.computed, request_key, result, hold)
 
     def fail(self, request_key: str, error: BatonError) -> None:
         """The request failed or was aborted: open, parked and later loads of the key end with `error`."""
-        self._post(self._do_fail, request_key, error)
+        self._post(self._staged.fail, request_key, error)
 
     def tombstone(self, request_key: str) -> None:
         """An abort of a key that the engine does not know: its load is REQUEST_TOMBSTONED."""
-        self._post(self._do_tombstone, request_key)
+        self._post(self._staged.tombstone, request_key)
 
     # ---- decode side
 
@@ -387,7 +391,7 @@ class CacheStoreAgent:
             if failure is None:
                 self._post(command, *arguments, self._clock())
             else:
-                self._post(self._do_fail, key, _store_failed(failure))
+                self._post(self._staged.fail, key, store_failed(failure))
 
         self._marks.add(after, reached)
 
@@ -426,57 +430,6 @@ class CacheStoreAgent:
 
     # ---- commands, on the agent's thread
 
-    def _do_admit(
-        self, key: str, generation: int, prompt_tokens: int, blocks: dict[str, list[int]], ready_tokens: int
-    ) -> None:
-        try:
-            for tag, ids in blocks.items():
-                if any(not 0 <= block < self._pool.num_blocks(tag) for block in ids):
-                    raise ValueError(f"{key}: a block of group {tag!r} is outside the pool")
-            lease = self._table.admit(key, generation, prompt_tokens, blocks, ready_tokens)
-        except (ValueError, KeyError) as error:
-            if self._table.get(key) is not None:
-                raise
-            _log.exception("cache store: admission failed", extra=_STORE_FAILED)
-            failure = _store_failed(error)
-            self._table.fail(key, failure)
-            self._parking.refuse(key, failure)
-            self._emit(LeaseEnded(key, generation, "aborted", error=failure))
-            return
-        if lease is not None:
-            self._parking.admit(key)
-
-    def _do_publish(self, key: str, group: str, layer: int, upto_block: int, called_at: float) -> None:
-        try:
-            if faults.fault("cache_store.publish", key=key, rank=self.identity.rank):
-                return
-            self._table.publish(key, group, layer, upto_block)
-        except BatonError as error:
-            self._do_fail(key, error)
-            return
-        except ValueError as error:
-            _log.exception("cache store: publishing failed", extra=_STORE_FAILED)
-            self._do_fail(key, _store_failed(error))
-            return
-        self._observations.observe(
-            "kv_publish_seconds", max(0.0, self._clock() - called_at), transport=self._offer.best
-        )
-
-    def _do_computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float) -> None:
-        try:
-            self._table.computed(key, result, hold, called_at)
-        except ValueError as error:
-            _log.exception("cache store: publishing failed", extra=_STORE_FAILED)
-            self._do_fail(key, _store_failed(error))
-
-    def _do_fail(self, key: str, error: BatonError) -> None:
-        if self._table.fail(key, error):
-            self._observations.observe("aborts_total", leg="cache_store", source=abort_source(error))
-        self._parking.refuse(key, error)
-
-    def _do_tombstone(self, key: str) -> None:
-        self._parking.refuse(key, self._table.tombstone(key))
-
     def _do_keep_alive(self, key: str, source: KvSourceRef) -> None:
         self._pulling.keep_alive(key, source)
 
@@ -509,7 +462,7 @@ class CacheStoreAgent:
     def _thread_main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
         try:
             with asyncio.Runner() as runner:
-                runner.get_loop().set_exception_handler(_on_loop_exception)
+                runner.get_loop().set_exception_handler(on_loop_exception)
                 runner.run(self._main_and_nixl(host, port, started))
         except BaseException as error:
             if not started.done():
@@ -544,7 +497,7 @@ class CacheStoreAgent:
         async with asyncio.TaskGroup() as tasks:
 
             def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-                task = tasks.create_task(_guarded(work))
+                task = tasks.create_task(guarded(work))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 task.add_done_callback(lambda _: work.close())  # cancelled before its first step, it never ran
@@ -632,32 +585,5 @@ class CacheStoreAgent:
         self._changed()
 
 
-async def _guarded(work: Coroutine[Any, Any, None]) -> None:
-    """A failing task must not take the agent's other tasks with it."""
-    try:
-        await work
-    except Exception:
-        _log.exception("a task of the cache store failed")
-
-
-def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # grpc.aio (1.85) has one event queue for all loops of a process. A loop that finds its wake-up taken by another one
-    # reports BlockingIOError, and one that finds an event of a loop that is closed RuntimeError. Both mean nothing.
-    # Goes when grpc.aio gives each loop a queue of its own.
-    of_queue = "PollerCompletionQueue" in repr(context.get("handle"))
-    if of_queue and isinstance(context.get("exception"), BlockingIOError | RuntimeError):
-        return
-    loop.default_exception_handler(context)
-
-
 def _queue_full() -> BatonError:
     return BatonError(ErrorCode.CACHE_STORE_PUSH_ITEM_FAILED, "the cache store's queue is full; try again later")
-
-
-def _store_failed(error: BaseException) -> BatonError:
-    return BatonError(
-        ErrorCode.CACHE_STORE_STORE_FAILED,
-        "publishing the prompt's KV failed",
-        stage="publish",
-        metadata={"error": str(error)},
-    )

@@ -156,7 +156,7 @@ def test_failure_while_the_first_event_is_being_sent_still_arrives(pair: tuple[N
     def open_then_fail(key: str, *arguments: object) -> object:
         reader = open_load(key, *arguments)  # type: ignore[arg-type]
         if reader is not None and agent._loop is not None:
-            agent._loop.call_soon(agent._do_fail, key, BatonError(ErrorCode.EXECUTION_EXCEPTION))
+            agent._loop.call_soon(agent._staged.fail, key, BatonError(ErrorCode.EXECUTION_EXCEPTION))
         return reader
 
     agent._table.open_load = open_then_fail  # type: ignore[method-assign, assignment]
