@@ -148,7 +148,7 @@ class CacheStoreAgent:
             self._nixl,
         )
         self._staged = StagedRequests(
-            pool, self._table, self._parking, self._offer, observe, self._emit, clock, identity.rank
+            pool, self._table, self._parking, lambda: self._offer, observe, self._emit, clock, identity.rank
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()

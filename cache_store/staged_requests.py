@@ -24,14 +24,14 @@ _STORE_FAILED = {"code": ErrorCode.CACHE_STORE_STORE_FAILED.name}
 
 class StagedRequests:
     """P's side of an agent, towards its engine. Belongs to the agent's loop; the methods are those of the agent, which
-    says what they are for. `emit` passes on an event to the engine."""
+    says what they are for. `offer` gives what is said in handshakes now; `emit` passes on an event to the engine."""
 
     def __init__(
         self,
         pool: KvPool,
         table: LeaseTable,
         parking: ParkingTable,
-        offer: Offer,
+        offer: Callable[[], Offer],
         observe: Observe,
         emit: Callable[[AgentEvent], None],
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +78,7 @@ class StagedRequests:
             _log.exception("cache store: publishing failed", extra=_STORE_FAILED)
             self.fail(key, store_failed(error))
             return
-        self._observe("kv_publish_seconds", max(0.0, self._clock() - called_at), transport=self._offer.best)
+        self._observe("kv_publish_seconds", max(0.0, self._clock() - called_at), transport=self._offer().best)
 
     def computed(self, key: str, result: common_pb2.PrefillResult, hold: bool, called_at: float) -> None:
         try:
