@@ -195,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-logs-", dir=arguments.keep or None))
     keep = bool(arguments.keep)
     say = (lambda line: None) if arguments.quiet else (lambda line: print(line, flush=True))
-    # As with Ctrl-C: what runs is ended in order.
+    # As with Ctrl-C: what runs is ended in order; also in the background of a script, whose shell has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         campaign = Campaign(_plan(arguments, folder, temporary), say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.extent import extent
-from tests.integration.cluster import ROOT
+from tests.integration.cluster import ROOT, wait_for
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -61,3 +62,33 @@ def test_campaign_when_tokens_blocks_and_requests_really_go_wrong_then_each_is_f
     assert "no end within 8." in found, output  # a request that the router forgot
     assert "ledgers not clean after 1 s" in found and "staged = " in found, output  # blocks that nobody gave back
     assert any("staged" in state.read_text() for state in tmp_path.glob("*/state.txt")), "no dump of the state"
+
+
+def test_campaign_when_it_is_ended_in_the_background_of_a_script_then_nothing_of_it_is_left(tmp_path: Path) -> None:
+    def ignore() -> None:  # as a shell has it for what ends with &
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    (tmp_path / "logs").mkdir()
+    command = [sys.executable, "-m", "cli", "chaos", "--keep", str(tmp_path / "logs"), "--requests", "100000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=ignore
+    ) as campaign:
+        try:
+            wait_for("a server", lambda: list(tmp_path.glob("logs/*/decode-1.log")), 120.0)
+            campaign.terminate()
+            campaign.communicate(timeout=60.0)
+        finally:
+            campaign.kill()
+    assert campaign.returncode == 130
+    own = str(tmp_path).encode()  # the model that its servers were told to serve lies there
+    left = [file.parent.name for file in Path("/proc").glob("[0-9]*/cmdline") if own in _content(file)]
+    assert left == []
+    assert not list(tmp_path.glob("baton-chaos-*"))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # it has ended
+        return b""
