@@ -21,6 +21,7 @@ import numpy as np
 
 from cache_store import nixl_frames as frames
 from cache_store.nixl_agent import NixlAbsent, NixlAgent, NixlProblem
+from rpc.parent_death import end_with_parent
 
 CUDA = "cuda"
 _SHORTEST_LOOK_S = 0.0003
@@ -125,6 +126,7 @@ def _opened(send: Callable[[frames.Answer], None], peer: int, problem: str) -> N
 
 
 if __name__ == "__main__":
+    end_with_parent()  # which its socket tells as well, unless the library hangs
     os.dup2(2, 1)  # the library prints to both
     serve(socket.socket(fileno=int(sys.argv[1])), lambda: None)
     # A regular exit crashes in a destructor of the library's parts (tried: 1.5). An engine's process ends so, too.

@@ -25,6 +25,8 @@ from typing import Any
 
 import msgspec
 
+from rpc.parent_death import end_with_parent
+
 WORKERS = 6  # requests at a time
 MAX_MESSAGE_BYTES = 128 << 10
 MOST_KEYS = 4096  # of one request
@@ -92,6 +94,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def main() -> int:
+    end_with_parent()  # which its socket tells as well, unless the library keeps Python from running
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its life is the engine's
     control = socket.socket(fileno=0)

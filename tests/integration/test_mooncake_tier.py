@@ -3,6 +3,8 @@ damaged, full, slow or gone is a miss in time."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -358,6 +360,7 @@ def test_client_when_its_engine_is_killed_then_ends_too_and_it_never_knew_the_en
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         assert "PATH" in environment_of(pid) and "BATON_API_KEY" not in environment_of(pid)
+        os.kill(pid, signal.SIGSTOP)  # as if the library hung
     finally:
         owner.kill()
         owner.communicate()

@@ -28,6 +28,7 @@ from cache_store.shared_memory import MemoryFile
 from cache_store.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
+from tests.integration.cluster import ROOT, process_exists
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.shared import SharedNode, needs_nixl
 from tests.unit.cache_store.staged import GatedCopies, HeldMark
@@ -181,6 +182,35 @@ def test_process_when_the_agent_closes_then_it_has_ended() -> None:
         pids = [pid_of(node) for node in made]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+OWNER = """
+import sys
+from tests.unit.cache_store.agents import settings
+from tests.unit.cache_store.shared import SharedNode
+from tests.unit.cache_store.test_nixl import pair, pid_of, warm_up
+
+with pair() as made:
+    warm_up(*made)
+    print(*(pid_of(node) for node in made), flush=True)
+    sys.stdin.read()
+"""
+
+
+@needs_nixl
+def test_process_when_its_engine_is_killed_while_it_hangs_then_it_ends_too() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as owner:
+        try:
+            assert owner.stdout is not None
+            pids = [int(pid) for pid in owner.stdout.readline().split()]
+            assert len(pids) == 2
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        finally:
+            owner.kill()
+    until(lambda: not any(process_exists(pid) for pid in pids), "its processes have ended")
 
 
 @pytest.fixture

@@ -1,0 +1,19 @@
+"""Processes that end with the one that started them, even if they hang or are stopped."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that started it ends. Raises OSError.
+
+    A parent that has ended before is not noticed: whoever calls this has a socket, say, that tells.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
