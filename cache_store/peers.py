@@ -38,6 +38,7 @@ from rpc.status import from_rpc_error
 
 FORGET_LOST_S = 600.0
 MEMORY_LOOK_S = 1.0
+TCP_AGAIN_S = 60.0
 BETTER_SOON_S = 2.0  # after a handshake that had to leave out what is being made ready
 
 # After these, `connect_retries` further attempts are made.
@@ -109,6 +110,7 @@ class Peer:
     block_sizes: Mapping[str, int] = field(default_factory=dict)  # tokens of its blocks, by cache group
     closed_to_us: set[str] = field(default_factory=set)  # transports that turned out not to work with `closed_engine`
     closed_engine: str = ""
+    tcp_again_at: float = math.inf  # when a data port that could not be reached is tried again
     not_yet: set[str] = field(default_factory=set)  # transports that are being made ready here
     again_at: float = math.inf  # when another handshake may agree on a better transport
     lost_at: float = 0.0
@@ -226,6 +228,10 @@ class Peers:
             if peer.closed_engine != engine_id:
                 peer.closed_engine = engine_id
                 peer.closed_to_us.clear()
+                peer.tcp_again_at = math.inf
+            tcp_told = self._clock() >= peer.tcp_again_at
+            if tcp_told:
+                peer.closed_to_us.discard(TCP)
             offer = self._offer.without(*peer.closed_to_us, *peer.not_yet)
             limit_s = self._settings.connect_timeout_s + (NIXL_START_S if offer.transports == (NIXL,) else 0.0)
             request = handshake.make_request(self._identity, engine_id, self._settings.checksum, offer)
@@ -246,7 +252,7 @@ class Peers:
                 if memory is None:
                     result = "ok"
                     return False
-            if response.transport == TCP and not await self._dial(peer, response):
+            if response.transport == TCP and not await self._dial(peer, response, tcp_told):
                 result = "ok"
                 return False
             peer.forget_memory()
@@ -255,7 +261,8 @@ class Peers:
             peer.data_port = response.data_port
             peer.block_sizes = block_sizes
             peer.state = PeerState.CONNECTED
-            peer.again_at = self._clock() + BETTER_SOON_S if response.better_soon or peer.not_yet else math.inf
+            soon = self._clock() + BETTER_SOON_S if response.better_soon or peer.not_yet else math.inf
+            peer.again_at = min(soon, peer.tcp_again_at if TCP in peer.closed_to_us else math.inf)
             peer.engine_id = engine_id
             peer.checksum = response.checksum
             peer.lease_seconds = response.lease_seconds
@@ -305,8 +312,9 @@ class Peers:
                 metadata={"transports": str(error)[:256]},
             ) from None
 
-    async def _dial(self, peer: Peer, response: pb.HandshakeResponse) -> bool:
-        """Whether the peer's data port can be reached: that it cannot is said once, and another transport has to do.
+    async def _dial(self, peer: Peer, response: pb.HandshakeResponse, told: bool) -> bool:
+        """Whether the peer's data port can be reached. That it cannot is said once, and another transport has to do for
+        a while: a firewall stays, but a port that had no room for another connection has some later.
 
         Raises CACHE_STORE_LOAD_CONNECT_FAILED when no other is allowed.
         """
@@ -316,8 +324,10 @@ class Peers:
             if not self._offer.without(TCP, *peer.closed_to_us).transports:
                 raise
             peer.closed_to_us.add(TCP)
+            peer.tcp_again_at = self._clock() + TCP_AGAIN_S
             self._observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
-            _log.warning(
+            _log.log(
+                logging.DEBUG if told else logging.WARNING,
                 "peer=%s: transport tcp is not possible, so it is left out: data port %d: %s",
                 peer.address,
                 response.data_port,

@@ -7,7 +7,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import grpc
@@ -17,6 +17,7 @@ import pytest
 from cache_store.agent import GroupLayout
 from cache_store.data_connection import TOKEN_BYTES, greeting
 from cache_store.data_listener import NO_ROOM_PAUSE_S
+from cache_store.peers import TCP_AGAIN_S
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults
@@ -228,6 +229,25 @@ def test_port_when_it_cannot_be_used_then_grpc_is_with_one_warning(what: str, ca
             prefill.lease_ended()
         assert len([r for r in caplog.records if "transport tcp is not possible" in r.getMessage()]) == 1
         assert decode.count("kv_transport_fallbacks_total", transport="tcp", reason="failed") == 1
+
+
+def test_port_when_strangers_have_filled_it_for_a_moment_then_tcp_is_used_again_a_minute_later() -> None:
+    ahead = 0.0
+    chosen = settings(transport="auto", data_connections=1)
+    made = Node("prefill", chosen, seed=1), Node("decode", chosen, seed=2, clock=lambda: time.monotonic() + ahead)
+    with nodes(*made) as (prefill, decode):
+        used, listener = [], prefill.agent._listener
+        for number in range(3):
+            with connect(prefill) if number == 0 else nullcontext():
+                prefill.stage(key_of(number), [5])
+                decode.load(prefill.source, key_of(number), [number])
+                used.append(decode.load_done().transport)
+                prefill.lease_ended()
+            if number == 1:
+                ahead = TCP_AGAIN_S
+                until(lambda: listener is not None and listener.connections == 0, "the stranger is gone")
+        assert used == ["grpc", "grpc", "tcp"]
+        assert_clean(prefill, decode)
 
 
 def test_port_when_it_cannot_be_used_and_tcp_is_demanded_then_the_load_says_so() -> None:
