@@ -77,6 +77,7 @@ def measure(processes: Processes, variants: list[Variant], blocks: int, repeat: 
     order = list(variants)
     dice = random.Random(1)
     for number in range(repeat + 1):
+        print(f"  round {number} of {repeat}", file=sys.stderr, flush=True)  # it takes minutes
         for variant in order:
             row = variant.run(processes, blocks)
             if number:
