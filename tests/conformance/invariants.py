@@ -134,4 +134,7 @@ def _list_of(marks: list[Proof]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(brought_up_to_date(PAGE.read_text(encoding="utf-8"), proofs()), end="")
+    written = PAGE.read_text(encoding="utf-8")
+    if not written.strip():  # by a shell that redirects this output to the page
+        raise SystemExit(f"{PAGE} is empty: bring it back, and write to another file, as `make docs` does")
+    print(brought_up_to_date(written, proofs()), end="")
