@@ -32,6 +32,7 @@ from cache_store.events import (
     LoadFailed,
     Observation,
 )
+from cache_store.failures import of_request
 from cache_store.fetching import DeviceFetcher, Fetcher, HostFetcher
 from cache_store.layout import AgentIdentity, GroupLayout
 from cache_store.lease import LeaseTable
@@ -254,7 +255,7 @@ class CacheStoreAgent:
 
     def fail(self, request_key: str, error: BatonError) -> None:
         """The request failed or was aborted: open, parked and later loads of the key end with `error`."""
-        self._post(self._staged.fail, request_key, error)
+        self._post(self._staged.fail, request_key, of_request(error))
 
     def tombstone(self, request_key: str) -> None:
         """An abort of a key that the engine does not know: its load is REQUEST_TOMBSTONED."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cache_store.events import ExpiryCause, LeaseEnded, Outcome, Timeline
+from cache_store.failures import again
 from cache_store.layout import GroupLayout
 from cache_store.observations import Observe, ignore
 from cache_store.reader import ONLY_RANK, Caller, Reader, ReaderState, WantedGroup
@@ -101,18 +102,6 @@ class Remembered:
     generation: int | None = None
     released: bool = False
     tombstone: bool = False
-
-
-def again(error: BatonError) -> BatonError:
-    """The same failure once more, for another caller: what one adds to it must not show up at the others."""
-    return BatonError(
-        error.code,
-        error.message,
-        stage=error.stage,
-        param=error.param,
-        metadata=error.metadata,
-        retry_after_s=error.retry_after_s,
-    )
 
 
 def _served() -> BatonError:

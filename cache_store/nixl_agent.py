@@ -34,6 +34,8 @@ _NAME_MARK = b"nixlSerDes|Agent"
 # The library reports on stderr what is said by its answers already.
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 
+_log = logging.getLogger(__name__)
+
 
 class NixlProblem(Exception):
     """The library refuses or fails; the text says what."""
@@ -199,8 +201,10 @@ class NixlAgent:
 
     def _forget(self, known: _Known) -> None:
         self._known.pop(known.name, None)
-        with contextlib.suppress(Exception):  # it may have gone by itself
+        try:
             self._agent.invalidateRemoteMD(known.name)
+        except Exception as error:
+            _log.debug("a NIXL agent that is to be forgotten has gone by itself: %s", _said(error))
 
     def shut(self, peer: int) -> None:
         """Its memory is not read any more from now on."""
@@ -290,8 +294,10 @@ class NixlAgent:
     def _end(self, transfer: _Transfer, problem: str) -> None:
         self._transfers.remove(transfer)
         transfer.known.under_way -= 1
-        with contextlib.suppress(Exception):  # it holds nothing but its own memory
+        try:
             self._agent.releaseXferReq(transfer.handle)
+        except Exception as error:
+            _log.debug("a NIXL request that has ended keeps its own memory: %s", _said(error))
         self._tidy(transfer.known)
         transfer.then(problem)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from cache_store import wire
 from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed, Timeline
+from cache_store.failures import blames_request
 from cache_store.fetching import Fetcher
 from cache_store.job import Job, Leg, make_legs, reader_rank, reference
 from cache_store.layout import AgentIdentity
@@ -335,6 +336,7 @@ class Puller:
             not job.reload
             and job.cancelled_at is None
             and (job.stopped or error.code in _RETRIABLE)
+            and not blames_request(error)
             and now < job.deadline
             and all(leg.generation is not None or not leg.sent for leg in job.legs)
         )

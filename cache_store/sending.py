@@ -19,7 +19,8 @@ from typing import Any
 import grpc.aio
 
 from cache_store import checksum, wire
-from cache_store.lease import LeaseState, again
+from cache_store.failures import again
+from cache_store.lease import LeaseState
 from cache_store.observations import Observe
 from cache_store.pool import HostKvPool
 from cache_store.reader import Reader, Run

@@ -20,8 +20,9 @@ import grpc.aio
 
 from cache_store import handshake, wire
 from cache_store.data_listener import DataListener
+from cache_store.failures import again, blames_request
 from cache_store.layout import AgentIdentity
-from cache_store.lease import LeaseTable, again
+from cache_store.lease import LeaseTable
 from cache_store.nixl_link import NixlLink, NixlUnavailable, NotYet
 from cache_store.observations import Observe
 from cache_store.parking import ParkedState, ParkingTable, parking_full
@@ -64,6 +65,8 @@ def _note_request(reference: pb.KvReference) -> None:
 
 def observe_failure(observe: Observe, error: BatonError, transport: str = GRPC) -> None:
     """Books a failed transfer by its code, and a reference that was not valid by its kind."""
+    if blames_request(error):
+        return
     if error.code in TRANSFER_FAILURES:
         observe("kv_transfer_failures_total", transport=transport, reason=error.code.name)
     kind = STALE_KINDS.get(error.code)

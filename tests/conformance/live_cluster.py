@@ -112,6 +112,8 @@ def _start() -> Iterator[Live]:
             # A load that fails is to be seen, not to be made good by computing the prompt anew.
             decode_flags=(*servers, "--kv-load-failure-policy", "fail"),
             router_flags=router,
+            # Whom a client leaves has not come to its end by itself before.
+            decode_env={"BATON_FAULTS": "engine.step:delay=0.02,request_key=left-*"},
         ) as cluster,
         httpx.Client(
             base_url=f"http://{cluster.router.http}", timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {API_KEY}"}

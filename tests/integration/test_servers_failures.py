@@ -35,6 +35,8 @@ def cluster() -> Iterator[Cluster]:
         prefill_flags=FLAGS,
         decode_flags=[*FLAGS, *FAIL],
         prefill_env=SLOW,
+        # What is ended while it generates has not come to its end by itself before.
+        decode_env={"BATON_FAULTS": "engine.step:delay=0.02,request_key=gen-*"},
     ) as running:
         yield running
 

@@ -127,9 +127,10 @@ def test_reload_is_offered_once(pair: tuple[Node, Node]) -> None:
     assert prefill.lease_ended().outcome == "aborted"
 
 
-def test_failure_of_the_prefill_ends_open_parked_and_later_loads(pair: tuple[Node, Node]) -> None:
+@pytest.mark.parametrize("code", [ErrorCode.EXECUTION_EXCEPTION, ErrorCode.CACHE_STORE_STORE_FAILED])
+def test_failure_of_the_prefill_ends_open_parked_and_later_loads(pair: tuple[Node, Node], code: ErrorCode) -> None:
     prefill, decode = pair
-    error = BatonError(ErrorCode.EXECUTION_EXCEPTION, "the step raised")
+    error = BatonError(code, "the step raised")
     for number, admitted in ((1, True), (2, False)):
         decode.load(prefill.source, key_of(number), [number])
         if admitted:
@@ -139,13 +140,15 @@ def test_failure_of_the_prefill_ends_open_parked_and_later_loads(pair: tuple[Nod
             until(lambda: prefill.agent.stats().parked == 1, "the load is parked")
         prefill.agent.fail(key_of(number), error)
         failed = decode.load_failed()
-        assert (failed.error.code, failed.error.message) == (ErrorCode.EXECUTION_EXCEPTION, "the step raised")
+        assert (failed.error.code, failed.error.message) == (code, "the step raised")
         assert not failed.retriable_here
     prefill.agent.fail(key_of(3), error)
     decode.load(prefill.source, key_of(3), [3])
-    assert decode.load_failed().error.code is ErrorCode.EXECUTION_EXCEPTION
-    assert prefill.lease_ended().error is error
-    assert decode.count("kv_transfer_failures_total") == 0  # the request's failure, not the transfer's
+    assert decode.load_failed().error.code is code
+    ended = prefill.lease_ended()
+    assert ended.error is not None and (ended.error.code, ended.error.message) == (code, error.message)
+    # The request's failures, whatever their code, and not the transfer's.
+    assert decode.count("kv_transfer_failures_total") == prefill.count("kv_transfer_failures_total") == 0
 
 
 def test_failure_while_the_first_event_is_being_sent_still_arrives(pair: tuple[Node, Node]) -> None:

@@ -305,14 +305,19 @@ async def test_front_when_it_is_killed_then_its_engine_dies_with_it_and_leaves_n
 
 
 async def test_sockets_when_the_folder_for_temporary_files_has_a_long_name_then_they_lie_elsewhere(
-    tmp_path, monkeypatch
+    monkeypatch,
 ):
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        await check_sockets(Path(above), monkeypatch)
+
+
+async def check_sockets(above: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("short", "long" * 30):
-        (tmp_path / name).mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+        (above / name).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(above / name))
         folder = socket_folder()
         try:
-            assert folder.is_dir() and (folder.parent == tmp_path / name) == (name == "short")
+            assert folder.is_dir() and (folder.parent == above / name) == (name == "short")
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.bind(str(folder / "from-engine"))
         finally:
