@@ -22,8 +22,8 @@ from typing import Protocol
 
 from cache_store.agent import CacheStoreAgent
 from cache_store.events import AgentEvent, AgentStats, KvSourceRef, LeaseEnded, LoadDone, LoadFailed, Observation
+from cache_store.failures import again
 from cache_store.layout import AgentIdentity
-from cache_store.lease import again
 from cache_store.observations import ObservationBuffer
 from cache_store.puller import FAILURE_MARKER, statuses
 from cache_store.staging import Ticket

@@ -49,6 +49,7 @@ def test_campaign_when_everything_fails_at_random_then_answers_are_right_or_type
     assert report["ledgers_clean_after_seconds"] is not None
 
 
+@pytest.mark.extended
 def test_campaign_when_tokens_blocks_and_requests_really_go_wrong_then_each_is_found(tmp_path: Path) -> None:
     wrong = (
         "--faults", "corrupt", "--intensity", "200", "--server-flags", "--kv-checksum off --kv-lease-seconds 3600",
