@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -172,8 +172,5 @@ def settle(done: asyncio.Future[None], failure: BaseException | None) -> None:
 
 
 def _post(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None], failure: BaseException | None) -> None:
-    call: Callable[..., object] = loop.call_soon_threadsafe
-    try:
-        call(settle, done, failure)
-    except RuntimeError:  # the loop is closed: the agent has ended
-        return
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the agent has ended
+        loop.call_soon_threadsafe(settle, done, failure)
