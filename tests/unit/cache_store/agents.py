@@ -148,6 +148,13 @@ class Node:
         assert isinstance(event, LoadFailed), event
         return event
 
+    def move_to(self, views: dict[str, list[np.ndarray]]) -> None:
+        """The pool's own memory, by group and layer, gets the contents and is `memory` from now on."""
+        for tag, own in self.memory.items():
+            for layer, content in enumerate(own):
+                views[tag][layer][:] = content
+        self.memory = views
+
     # ---- what an engine does
 
     def admit(self, key: str, blocks: Sequence[int], *, tokens: int = 0, generation: int = 1, ready: int = 0) -> None:

@@ -131,10 +131,7 @@ class StagedNode(Node):
         super().__init__(
             engine_id, agent_settings, layouts=layouts, pool_blocks=pool_blocks, seed=seed, pool=pool, **more  # type: ignore[arg-type]
         )  # fmt: skip
-        for tag, own in self.memory.items():
-            for layer, content in enumerate(own):
-                views[tag][layer][:] = content
-        self.memory = views
+        self.move_to(views)
 
     def close(self) -> None:
         super().close()
