@@ -1,5 +1,5 @@
-"""Servers on GPUs: the tokens of `transformers`, by every transport and number of ranks; a rank that dies ends its engine
-alone, with its code, and nothing is left. Ranks take a device each where there are enough of them."""
+"""Servers on GPUs: the tokens of `transformers`, by every transport and number of ranks; a rank that dies ends its
+engine alone, with its code, and nothing is left. Ranks take a device each where there are enough of them."""
 
 from __future__ import annotations
 
