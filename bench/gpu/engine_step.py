@@ -33,7 +33,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Wakeup
 from engine.graph_settings import PrefillGraphSettings
 from engine.messages import AddRequest, FrontMessage, RunMode, SamplingParams
-from engine.process import start_core
+from engine.startup import start_core
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_graph import DecodeGraph
 from engine.runner.model_runner import FULL_GROUP, ModelRunner

@@ -53,7 +53,8 @@ class Engine:
 
         from engine.config import EngineConfig
         from engine.core import Wakeup
-        from engine.process import SWITCH_INTERVAL_S, start_core
+        from engine.process import SWITCH_INTERVAL_S
+        from engine.startup import start_core
 
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._pipe = pipe

@@ -454,7 +454,7 @@ _START = """
 import sys
 from engine.config import EngineConfig
 from engine.core import Wakeup
-from engine.process import start_core
+from engine.startup import start_core
 from rpc.errors import BatonError
 config = EngineConfig.from_json(sys.stdin.buffer.read())
 try:

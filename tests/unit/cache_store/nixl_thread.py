@@ -22,6 +22,7 @@ from cache_store.regions import file_regions
 from cache_store.rows import Rows
 from cache_store.shared_memory import MemoryFile
 from cache_store.staging import MemoryUnavailable
+from tests.standstill import stand_still
 
 WAIT_S = 40.0
 
@@ -53,8 +54,8 @@ async def run() -> None:
             assert np.array_equal(target[[7, 8, 1]], source[[3, 4, 9]])
 
             pid = prefill.session.body.pid  # type: ignore[union-attr]
-            os.kill(pid, signal.SIGSTOP)
-            before, session = target.copy(), decode.session
+            stand_still(pid)
+            session = decode.session
             hanging = decode.read(peer, Rows("full", 0, 4096, [3, 4]), Rows("full", 0, 4096, [20, 21]))
             decode.restart("of a test")
             try:
@@ -63,6 +64,7 @@ async def run() -> None:
             except ReadFailed:
                 pass
             assert session is not None and session.over.done()
+            then = target.copy()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
             # The peer's process may end over this; it comes back either way.
@@ -76,7 +78,7 @@ async def run() -> None:
                     again = None
                     await asyncio.sleep(0.05)
             assert np.array_equal(target[6], source[5])
-            assert np.array_equal(target[[20, 21]], before[[20, 21]]), "written after its end"
+            assert np.array_equal(target[[20, 21]], then[[20, 21]]), "written after its end"
     finally:
         await asyncio.gather(prefill.close(), decode.close())
 
