@@ -39,7 +39,7 @@ BLOCK = 64
 NEW_TOKENS = 16
 WAIT_S = 120.0
 ROUNDS = 4
-TRANSPORTS = ("ipc", "grpc")
+TRANSPORTS = ("ipc", "tcp", "grpc")
 
 
 # -- one engine in a process of its own ------------------------------------------------------------------------
@@ -376,8 +376,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a prefill step; 0: the whole prompt")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS)
-    parser.add_argument("--checksum", default="all", choices=["off", "sample", "all"], help="of the transport grpc")
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=[*TRANSPORTS, "nixl"])
+    parser.add_argument("--checksum", default="all", choices=["off", "sample", "all"], help="of tcp and grpc")
     # Not auto: three processes would compile FlashInfer's kernels at the same time, for nothing that is measured here.
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--model", type=Path, help="a model folder in place of a shape")
