@@ -33,11 +33,11 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Wakeup
 from engine.graph_settings import PrefillGraphSettings
 from engine.messages import AddRequest, FrontMessage, RunMode, SamplingParams
-from engine.startup import start_core
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_graph import DecodeGraph
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
 from engine.sampling import SamplingRow
+from engine.startup import start_core
 
 BLOCK = 64
 DECODE_CASES = ((1, 1025), (64, 8192), (16, 32767), (256, 1024))

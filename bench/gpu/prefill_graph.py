@@ -35,11 +35,11 @@ from bench.gpu.shapes import SHAPES, write_folder
 from engine.config import EngineConfig
 from engine.core import EngineCore, Wakeup
 from engine.graph_settings import DEFAULT_BUCKETS, PrefillGraphSettings
-from engine.startup import start_core
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.model_runner import ModelRunner
 from engine.runner.prefill_graph.decision import Decision
 from engine.runner.prefill_graph.runner import PrefillGraphRunner
+from engine.startup import start_core
 from rpc.graph_status import PrefillGraphStatus
 
 BLOCK = 64

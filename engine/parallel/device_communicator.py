@@ -76,18 +76,24 @@ class DeviceCommunicator(HostCommunicator):
             raise self._failed("connect", error, began) from error
         self._dist = dist
         self._symmetric: torch.Tensor | None = None
+        self.paths: tuple[str, ...] = (NCCL,)  # that work here
         self._table = PathTable()
         self._table = self._measured()
         _log.info("paths of sums between the ranks", extra={"paths": dict(zip(SIZES, self._table.paths, strict=False))})
 
     # -- operations -----------------------------------------------------------------------------------------
 
+    def path(self, size: int) -> str:
+        """That a sum of `size` bytes takes."""
+        aligned = size % (_ALIGNMENT * self.size) == 0
+        return self._table.path(size) if aligned and self._symmetric is not None else NCCL
+
     def all_reduce_(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
             super().all_reduce_(tensor)
             return
-        path = NCCL if self._symmetric is None else self._table.path(tensor.nbytes)
-        if path == NCCL or tensor.dtype != torch.float32 or tensor.nbytes % (_ALIGNMENT * self.size):
+        path = self.path(tensor.nbytes)
+        if path == NCCL or tensor.dtype != torch.float32:
             self._enqueued("all_reduce", lambda: self._dist.all_reduce(tensor))
         else:
             self._enqueued("all_reduce", lambda: self._sum(path, tensor))
@@ -173,14 +179,16 @@ class DeviceCommunicator(HostCommunicator):
         if not self._make_symmetric():
             return PathTable()
         paths = [path for path in candidates(self.size) if path == NCCL or self._works(path)]
-        seconds = {path: [self._slowest(self._seconds(path, size)) for size in SIZES] for path in paths}
-        return fastest(seconds)
+        self.paths = tuple(paths)
+        return fastest({path: [self.measure(path, size) for size in SIZES] for path in paths})
 
-    def _slowest(self, seconds: float) -> float:
-        return -self.all_min(-int(seconds * 1e9)) / 1e9
+    def measure(self, path: str, size: int) -> float:
+        """Seconds of a sum of `size` bytes by this path, on the slowest rank: inside a graph, where decode steps have
+        theirs, so the launches' own time is not in it. All ranks call it. size: with peers' memory, no more than the
+        last of SIZES."""
+        return -self.all_min(-int(self._seconds(path, size) * 1e9)) / 1e9
 
     def _seconds(self, path: str, size: int) -> float:
-        """Of one sum inside a graph, where decode steps have theirs; the launches' own time is not in it."""
         tensor = torch.zeros(size // 4, device=self.device)
 
         def run() -> None:
