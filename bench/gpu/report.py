@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "qwen3": ("bench.gpu.engine_step", "--shape", "qwen3-8b", "--parts", "decode", "prefill"),
     "prefill_graph": ("bench.gpu.prefill_graph", "--parts", "fit", "boundary", "gate", "cost", "--repetitions", "3"),
     "kv_transfer": ("bench.gpu.kv_transfer", "--rounds", "3"),
+    "tensor_parallel": ("bench.gpu.tensor_parallel",),
 }
 TITLES = {
     "elementwise": "Norms, heads, SwiGLU, copies, metadata",
@@ -45,6 +46,7 @@ TITLES = {
     "qwen3": "Engine steps, Qwen3-8B shape",
     "prefill_graph": "Prefill graphs",
     "kv_transfer": "KV transfer between two engines on one GPU",
+    "tensor_parallel": "One model over several GPUs",
 }
 # Milliseconds at most, of the Llama-3.1-8B shape: rows x context, rows x tokens, tokens of a first prompt.
 DECODE_MS = {(64, 8192): 20.3, (16, 32767): 20.2, (1, 1025): 4.1, (256, 1024): 15.5}
@@ -162,6 +164,37 @@ def transfer_lines(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def shared_rows(report: dict[str, Any]) -> Iterator[str]:
+    """Steps of one and several ranks beside their floors, as rows of a table."""
+    for shape, engines in report["engines"].items():
+        for ranks, found in sorted(engines.items(), key=lambda item: int(item[0])):
+            steps = [(f"decode, {one['rows']} x {one['context']}", "device_ms", one) for one in found.get("decode", ())]
+            steps += [(f"prompt of {one['tokens']}", "ms", one) for one in found.get("prompts", ())]
+            for case, figure, one in steps:
+                if figure not in one:
+                    continue
+                low, high = one[f"{figure}_range"]
+                floor = one.get("floor_ms")
+                ratio = f"{one[figure] / floor:.2f}" if floor else ""
+                wall = f"; wall clock {one['execute_ms']:.2f}" if "execute_ms" in one else ""
+                sums = f" ({one['of_it_sums_ms']:.2f} sums)" if "of_it_sums_ms" in one else ""
+                yield (
+                    f"| {shape}, {case} | {ranks} | {f'{floor:.2f}{sums}' if floor else ''} "
+                    f"| {one[figure]:.2f} ({low:.2f}–{high:.2f}){wall} | {ratio} |"
+                )
+            for one in found.get("steps", ()):
+                case = f"{one['requests']} requests decode after prompts of {one['prompt_tokens']}"
+                yield f"| {shape}, {case}: the core's step | {ranks} | | {one['decode_step_ms']:.2f} | |"
+
+
+def sum_lines(report: dict[str, Any]) -> Iterator[str]:
+    """Microseconds of sums between ranks, of the first engine that has measured them."""
+    engines = [found for ranked in report["engines"].values() for found in ranked.values()]
+    for one in next((found["sums"] for found in engines if found.get("sums")), ()):
+        times = ", ".join(f"{name.removesuffix('_us')} {us:.1f}" for name, us in one.items() if name.endswith("_us"))
+        yield f"* {one['bytes']:,} bytes: {times}; taken: {one['taken']}"
+
+
 def page(folder: Path) -> Iterator[str]:
     machine = figures(folder, "machine") or {}
     yield "## GPU"
@@ -208,6 +241,17 @@ def page(folder: Path) -> Iterator[str]:
             yield ""
         elif name == "kv_transfer":
             yield from transfer_lines(report)
+            yield ""
+        elif name == "tensor_parallel" and report["engines"]:
+            yield f"{report['devices']} x {report['device_name']}. Milliseconds; a floor is that of one rank's share."
+            yield ""
+            yield "| | ranks | floor | measured | of floor |"
+            yield "|---|---|---|---|---|"
+            yield from shared_rows(report)
+            yield ""
+            yield "Sums between the ranks, in microseconds:"
+            yield ""
+            yield from sum_lines(report)
             yield ""
         yield "```"
         yield log.read_text().rstrip()
