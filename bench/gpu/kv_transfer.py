@@ -1,9 +1,9 @@
-"""Prefill and decode engine on one GPU: what the transfer of a long prompt costs, and how much of it is hidden.
+"""Prefill and decode engine on one GPU, or on one each: what the transfer of a long prompt costs, what of it is hidden.
 
     python -m bench.gpu.kv_transfer --shape llama-3.1-8b --tokens 8192 --save kv_transfer.json
 
-Three processes hold an engine each: one computes prompts, two load them, by ipc and by grpc. Weights are random, the
-same in all. Per round and transport, on the clock of the decode engine:
+Processes hold an engine each: one computes prompts, the others load them, each by its transport. Weights are random,
+the same in all. Per round and transport, on the clock of the decode engine:
 
   alone      a load that begins when the prompt is computed: from its call to verified complete
   exposed    a load under way while the prompt is computed: from P's "computed" to verified complete
@@ -21,6 +21,7 @@ import contextlib
 import gc
 import json
 import multiprocessing
+import os
 import random
 import select
 import statistics
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,30 @@ def engine_process(pipe: Connection, role: str, folder: str, options: dict[str, 
         raise
 
 
+@contextlib.contextmanager
+def visible(devices: str | None) -> Iterator[None]:
+    """Processes started meanwhile see these devices alone."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
 class Remote:
     """The bench's end of an engine process."""
 
-    def __init__(self, role: str, folder: Path, **options: Any) -> None:
+    def __init__(self, role: str, folder: Path, devices: str | None, **options: Any) -> None:
+        """devices: CUDA_VISIBLE_DEVICES of the process; None: that of this one."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = context.Process(target=engine_process, args=(theirs, role, str(folder), options), daemon=True)
-        self._process.start()
+        with visible(devices):
+            self._process.start()
         theirs.close()
         self._results: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, Any] = {}
@@ -259,8 +276,9 @@ def engines(arguments: argparse.Namespace) -> dict[str, Any]:
             "kv_checksum": arguments.checksum,
             "attention_backend": arguments.attention_backend,
         }
-        remotes = [Remote("prefill", folder, **options)]
-        remotes += [Remote("decode", folder, kv_transport=transport, **options) for transport in arguments.transports]
+        remotes = [Remote("prefill", folder, arguments.prefill_device, **options)]
+        for transport in arguments.transports:
+            remotes.append(Remote("decode", folder, arguments.decode_device, kv_transport=transport, **options))
         try:
             for remote in remotes:
                 remote.ready()
@@ -382,6 +400,8 @@ def main() -> None:
     parser.add_argument("--attention-backend", default="triton")
     parser.add_argument("--model", type=Path, help="a model folder in place of a shape")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--prefill-device", help="CUDA_VISIBLE_DEVICES of the prefill engine")
+    parser.add_argument("--decode-device", help="and of the decode engines")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", nargs="+", default=["engines", "copies"], choices=["engines", "copies"])
     parser.add_argument("--save", type=Path, help="JSON file of all figures")
