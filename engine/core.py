@@ -322,7 +322,7 @@ class EngineCore:
         return EngineStats(
             running=len(batcher.running),
             waiting=len(batcher.waiting) + len(batcher.reserving) + len(batcher.ready),
-            loading=len(scheduler.loading),
+            loading=len(scheduler.holds.loading),
             ledgers=self.kv.ledgers(),
             leases=agent.leases,
             transfers_inflight=agent.transfers_inflight,

@@ -351,7 +351,7 @@ class AgentTransfer:
         for event in self.agent.poll_events():
             match event:
                 case LoadDone():
-                    request = scheduler.loading.get(event.request_key)
+                    request = scheduler.holds.loading.get(event.request_key)
                     scheduler.load_done(
                         event.request_key,
                         self._read(event, request),
@@ -359,7 +359,10 @@ class AgentTransfer:
                     )
                 case LoadFailed():
                     if event.foreign or event.error.code is ErrorCode.EXECUTION_EXCEPTION:
-                        self._wipe(scheduler.loading.get(event.request_key) or scheduler.leaving.get(event.request_key))
+                        self._wipe(
+                            scheduler.holds.loading.get(event.request_key)
+                            or scheduler.holds.leaving.get(event.request_key)
+                        )
                     error = event.error.with_context(delivered=str(event.delivered), missing=str(event.missing))
                     scheduler.load_failed(event.request_key, error, event.retriable_here, event.events)
                 case LeaseEnded():

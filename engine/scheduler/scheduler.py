@@ -7,10 +7,7 @@ cause; finish, abort and transfer events commute, and an event about a request t
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from engine.grammar.compiling import GrammarWorkers
 from engine.grammar.matching import GrammarMatching
@@ -31,56 +28,19 @@ from engine.messages import (
 from engine.requests import Answer, Request, RequestState, StepTime
 from engine.runner.batch import StepResult
 from engine.scheduler.batching import Batcher, StepPlan
+from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.finish import finish_of
+from engine.scheduler.holds import Holds
 from engine.scheduler.limits import Limits, check_request
 from engine.scheduler.load_policy import AfterFailure, after_failed_load
 from engine.scheduler.news import News, engine_error
 from engine.scheduler.prefix_fetches import PrefixFetches, Tiers
+from engine.scheduler.transfer import Transfer, for_readers
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import not_offered
 from rpc.graph_status import PrefillGraphStatus
 from rpc.input_embeddings import digest_of
 from rpc.status import load_failed
-
-# A load may be ended this long before the deadline of its request.
-DEADLINE_NEAR_S = 0.5
-
-
-def for_readers(error: BatonError) -> BatonError:
-    """What a load of the request's KV ends with: a cancelled request is to its readers one that was aborted."""
-    if error.code is not ErrorCode.CANCELLED:
-        return error
-    return BatonError(
-        ErrorCode.REQUEST_TOMBSTONED, "the request was aborted", stage=error.stage, metadata=error.metadata
-    )
-
-
-class Transfer(Protocol):
-    """What the scheduler asks of the cache store. Nothing here blocks; answers come as events of the scheduler."""
-
-    def admit(self, request: Request) -> None:
-        """Prefill: the request has its blocks and is computed from now on. `Scheduler.lease_ended` follows."""
-
-    def computed(self, request: Request, answer: Answer) -> None:
-        """Prefill: every block was published; the lease runs."""
-
-    def fail(self, request_key: str, error: BatonError) -> None:
-        """Prefill: the request failed or was aborted; loads of the key end with `error`."""
-
-    def tombstone(self, request_key: str) -> None:
-        """An abort of a key that is not known here."""
-
-    def load(self, request: Request, deadline_s: float | None, reload: bool) -> None:
-        """Decode: fill the receiving blocks. `Scheduler.load_done` or `load_failed` follows."""
-
-    def keep_alive(self, request: Request) -> None:
-        """Decode: the request waits for blocks; its KV must stay on the prefill server."""
-
-    def forget(self, request_key: str) -> None:
-        """Decode: ends `keep_alive`; another decode server may load the KV."""
-
-    def cancel_load(self, request_key: str, error: BatonError) -> None:
-        """Decode: gives up; the prefill server may free the KV. An open load ends with `load_failed`."""
 
 
 class Scheduler:
@@ -120,11 +80,9 @@ class Scheduler:
         )
         self._smallest_block = min(group.block_size for group in kv.groups)
         self.open: dict[str, Request] = {}  # not ended for their callers
-        self.loading: dict[str, Request] = {}
-        self.staged: dict[str, Request] = {}  # answered, under a lease; oldest first
-        self.leaving: dict[str, Request] = {}  # ended, a transfer may still touch their blocks; oldest first
+        self.holds = Holds(kv, time)
+        self.deadlines = Deadlines(self.open, time, limits.queue_limit_s)
         self._sequence = 0
-        self._timers: list[tuple[float, int, str]] = []  # (when, sequence, key) of deadlines and queue limits
         self._eos = tuple(sorted(limits.eos_token_ids))
 
     # -- from the front -------------------------------------------------------------------------------------
@@ -132,7 +90,7 @@ class Scheduler:
     def add(self, add: AddRequest) -> None:
         """Takes a request. A refusal is its last output."""
         key = add.request_key
-        if key in self.open or key in self.staged or key in self.leaving:
+        if key in self.open or key in self.holds.staged or key in self.holds.leaving:
             if key not in self.open:  # the caller of an open one would take the refusal for its own
                 self._refuse(key, BatonError(ErrorCode.DUPLICATE_REQUEST, "a request with this key is here already"))
             return
@@ -153,8 +111,7 @@ class Scheduler:
         self.open[key] = request
         if self.grammars is not None and add.grammar is not None:
             self.grammars.submit(key, add.grammar)
-        if request.deadline_s:
-            self._set_timer(request.deadline_s, key)
+        self.deadlines.add(request)
         if request.compute_here:
             self._queue(request)
             self.batcher.reaches(request, "queue")
@@ -204,9 +161,9 @@ class Scheduler:
         request = self.open.get(abort.request_key)
         if request is not None:
             self._fail(request, error)
-        elif abort.request_key in self.staged:
+        elif abort.request_key in self.holds.staged:
             self.transfer.fail(abort.request_key, for_readers(error))
-        elif abort.request_key not in self.leaving:
+        elif abort.request_key not in self.holds.leaving:
             if abort.source == "error":  # the front refused it: a load that is parked for it ends with the refusal
                 self.transfer.fail(abort.request_key, error)
             else:
@@ -216,59 +173,24 @@ class Scheduler:
         """Ends every open request, and every lease."""
         for request in list(self.open.values()):
             self._fail(request, BatonError(error.code, error.message))
-        for key in self.staged:
+        for key in self.holds.staged:
             self.transfer.fail(key, error)
 
     # -- the clock ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Ends what has waited too long."""
-        now = self.time.now
-        while self._timers and self._timers[0][0] <= now:
-            _, _, key = heapq.heappop(self._timers)
-            request = self.open.get(key)
-            if request is None:
-                continue
-            if request.deadline_s and now >= request.deadline_s:
-                self._fail(
-                    request,
-                    BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed; allow it more time"),
-                )
-            elif request.wait_until_s and now >= request.wait_until_s and self._waits(request):
-                self._fail(
-                    request,
-                    BatonError(
-                        ErrorCode.WAIT_TO_RUN_TIMEOUT,
-                        f"the request waited {now - request.since_s:.1f} s for its turn; send it again",
-                    ),
-                )
+        for request, error in self.deadlines.take_passed():
+            self._fail(request, error)
 
     def next_tick_in(self) -> float:
         """Seconds until `tick` or another attempt to reserve has something to do; infinity if nothing has."""
-        due = self._timers[0][0] if self._timers else math.inf
+        due = self.deadlines.next_due_s()
         if self.fetches is not None:
             due = min(due, self.fetches.next_due_s())
         for request in self.batcher.reserving:
             due = min(due, request.retry_at_s)
         return max(0.0, due - self.time.now)
-
-    def _waits(self, request: Request) -> bool:
-        """Whether it still waits for its first step here; the time after a preemption is not limited."""
-        return request.state is RequestState.READY or (
-            request.state is RequestState.WAITING and request.compute_here and request.preemptions == 0
-        )
-
-    def _set_timer(self, at_s: float, key: str) -> None:
-        self._sequence += 1
-        heapq.heappush(self._timers, (at_s, self._sequence, key))
-        if len(self._timers) > 4 * len(self.open) + 64:  # most are about requests that have ended
-            self._timers = [timer for timer in self._timers if timer[2] in self.open]
-            heapq.heapify(self._timers)
-
-    def _limit_wait(self, request: Request) -> None:
-        if self.limits.queue_limit_s > 0:
-            request.wait_until_s = self.time.now + self.limits.queue_limit_s
-            self._set_timer(request.wait_until_s, request.key)
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -374,10 +296,10 @@ class Scheduler:
         self.transfer.computed(request, answer)
         self.batcher.running.remove(request)
         if request.lease_over:
-            self._free(request)
+            self.holds.free(request)
             self.news.staged_end(StagedEnd(request.key, "aborted"))
         else:
-            self._stage(request, self.staged)
+            self.holds.stage(request)
         state = RequestState.ENDED if request.lease_over else RequestState.STAGED
         self._close(request, state, reason, answer.stop_token_id)
 
@@ -412,10 +334,10 @@ class Scheduler:
 
     def load_done(self, key: str, answer: Answer | BatonError, events: Sequence[tuple[str, int]]) -> None:
         """The KV is complete and verified. An error in place of the answer: the peer's result is unusable."""
-        if key in self.leaving:
-            self._leave(key)
+        if key in self.holds.leaving:
+            self.holds.leave(key)
             return
-        request = self.loading.get(key)
+        request = self.holds.loading.get(key)
         if request is None:
             self._stale("unknown")
             return
@@ -423,7 +345,7 @@ class Scheduler:
         if isinstance(answer, BatonError):
             self._load_failed(request, answer, retriable_here=False)
             return
-        del self.loading[key]
+        del self.holds.loading[key]
         allocation = request.allocation
         assert allocation is not None
         self.kv.received(allocation)
@@ -439,7 +361,7 @@ class Scheduler:
             if rejected is not None:
                 self._fail(request, rejected)
                 return
-        self._limit_wait(request)
+        self.deadlines.limit_wait(request)
         output = self.news.output(key)
         output.loaded = True
         output.prefill = answer.info
@@ -456,12 +378,12 @@ class Scheduler:
 
     def load_failed(self, key: str, error: BatonError, retriable_here: bool, events: Sequence[tuple[str, int]]) -> None:
         """The load is over, and nothing writes its blocks any more."""
-        if key in self.leaving:
+        if key in self.holds.leaving:
             if retriable_here:
                 self.transfer.cancel_load(key, error)
-            self._leave(key)
+            self.holds.leave(key)
             return
-        request = self.loading.get(key)
+        request = self.holds.loading.get(key)
         if request is None:
             self._stale("unknown")
             return
@@ -481,8 +403,8 @@ class Scheduler:
             retriable_here=retriable_here,
             may_recompute=self.limits.allow_local_prefill,
         )
-        del self.loading[request.key]
-        self._free(request)
+        del self.holds.loading[request.key]
+        self.holds.free(request)
         # What was just freed suffices for the same request again.
         if action is AfterFailure.RELOAD and self.batcher.acquire_for_load(request):
             request.clock.restore_stage("load")
@@ -492,17 +414,11 @@ class Scheduler:
         if retriable_here:
             self.transfer.cancel_load(request.key, error)
         if action is AfterFailure.FAIL:
-            request.error = error if self._out_of_time(request, error) else load_failed(error)
+            request.error = error if self.deadlines.ended_load(request, error) else load_failed(error)
             self._close(request, RequestState.ENDED, None, None)
             return
         request.begin_compute()
         self._queue(request)
-
-    def _out_of_time(self, request: Request, error: BatonError) -> bool:
-        """Whether a load ended because of the request's own deadline: no failure of the load's."""
-        if error.code is not ErrorCode.GENERATE_TIMEOUT or not request.deadline_s:
-            return False
-        return self.time.now >= request.deadline_s - DEADLINE_NEAR_S
 
     def lease_ended(
         self,
@@ -517,19 +433,19 @@ class Scheduler:
         load_times: Sequence[tuple[str, int, int]] = (),
     ) -> None:
         """Nothing reads the blocks of that allocation any more."""
-        request = self.staged.get(key) or self.leaving.get(key) or self.open.get(key)
+        request = self.holds.staged.get(key) or self.holds.leaving.get(key) or self.open.get(key)
         if request is None or request.allocation is None or request.allocation.generation != generation:
             self._stale("unknown" if request is None else "reused")
             return
-        if key in self.staged:
-            del self.staged[key]
-            self._free(request)
+        if key in self.holds.staged:
+            del self.holds.staged[key]
+            self.holds.free(request)
             request.state = RequestState.ENDED
             timeline = [TimelineEvent(name, at_ns) for name, at_ns in events]
             loads = [LoadTime(*load) for load in load_times]
             self.news.staged_end(StagedEnd(key, outcome, cause, publish_seconds, held_seconds, timeline, loads))
-        elif key in self.leaving:
-            self._leave(key)
+        elif key in self.holds.leaving:
+            self.holds.leave(key)
         else:
             # The decode server gave up before the prompt was computed. Its first token is still of use, its KV is
             # not.
@@ -542,7 +458,7 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         request.state = RequestState.WAITING
         request.since_s = self.time.now
-        self._limit_wait(request)
+        self.deadlines.limit_wait(request)
         self.batcher.waiting.add(request)
         if self.fetches is not None:
             self.fetches.begin(request)
@@ -573,8 +489,7 @@ class Scheduler:
         request.clock.next_stage()
         request.state = RequestState.LOADING
         request.loads += 1
-        request.held_since_s = self.time.now
-        self.loading[request.key] = request
+        self.holds.load(request)
         deadline_s = request.deadline_s - self.time.now if request.deadline_s else None
         self.transfer.load(request, deadline_s, reload)
 
@@ -593,7 +508,7 @@ class Scheduler:
             self.batcher.ready.remove(request)
         if not request.clock.finished and request.stage == "generate":
             request.clock.next_stage()  # release
-        self._free(request)
+        self.holds.free(request)
         self._close(request, RequestState.ENDED, reason, stop_token_id)
 
     def _fail(self, request: Request, error: BatonError) -> None:
@@ -620,24 +535,20 @@ class Scheduler:
                 else:
                     self.transfer.cancel_load(key, error)
         elif state is RequestState.LOADING:
-            del self.loading[key]
             self.transfer.cancel_load(key, error)
-            assert request.allocation is not None
-            self.kv.quarantine(request.allocation)
-            request.held_since_s = self.time.now
-            self.leaving[key] = request
+            self.holds.quarantine(request)
             after = RequestState.LEAVING
         elif state is RequestState.READY:
             self.batcher.ready.remove(request)
-            self._free(request)
+            self.holds.free(request)
         elif state is RequestState.RUNNING:
             self.batcher.running.remove(request)
             if request.mode is RunMode.PREFILL and not request.lease_over:
                 self.transfer.fail(key, for_readers(error))
-                self._stage(request, self.leaving)
+                self.holds.stage(request, ended=True)
                 after = RequestState.LEAVING
             else:
-                self._free(request)
+                self.holds.free(request)
         self._close(request, after, None, None)
 
     def _close(
@@ -663,35 +574,11 @@ class Scheduler:
         output.last = True
         output.error = engine_error(error)
 
-    def _free(self, request: Request) -> None:
-        allocation = request.let_go()
-        if allocation is not None:
-            self.kv.free(allocation)
-
-    def _stage(self, request: Request, table: dict[str, Request]) -> None:
-        """Its blocks stay until its lease ends."""
-        assert request.allocation is not None
-        self.kv.stage(request.allocation)
-        request.held_since_s = self.time.now
-        table[request.key] = request
-
-    def _leave(self, key: str) -> None:
-        request = self.leaving.pop(key)
-        self._free(request)
-        request.state = RequestState.ENDED
-
     # -- for the statistics -----------------------------------------------------------------------------------
 
     def oldest_hold_seconds(self) -> Mapping[str, float]:
         """Age of the oldest hold per state in which blocks wait for a peer; absent when there is none."""
-        ages: dict[str, float] = {}
-        now = self.time.now
-        for request in (*self.staged.values(), *self.leaving.values(), *self.loading.values()):
-            if request.state is RequestState.LOADING:
-                name = "receiving"
-            else:
-                name = "staged" if request.mode is RunMode.PREFILL else "quarantined"
-            ages[name] = max(ages.get(name, 0.0), now - request.held_since_s)
+        ages, now = self.holds.oldest_seconds(), self.time.now
         for name, since_s in self.fetches.holds() if self.fetches is not None else ():
             ages[name] = max(ages.get(name, 0.0), now - since_s)
         return ages

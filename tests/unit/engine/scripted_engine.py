@@ -302,7 +302,7 @@ class ScriptedEngine:
         """Nothing is held, everything can be used again."""
         assert set(self.ledger()) <= {"free", "cached"}
         scheduler, batcher = self.scheduler, self.scheduler.batcher
-        for table in (scheduler.open, scheduler.loading, scheduler.staged, scheduler.leaving):
+        for table in (scheduler.open, scheduler.holds.loading, scheduler.holds.staged, scheduler.holds.leaving):
             assert not table
         for queue in (batcher.waiting, batcher.reserving, batcher.ready, batcher.running):
             assert not queue

@@ -369,8 +369,9 @@ def test_lease_when_nobody_loads_then_it_expires_on_its_own_clock():
 def test_load_when_the_key_is_unknown_to_p_then_the_requests_deadline_ends_it():
     with pair() as (p, d):
         d.add("a#0.00000000", PROMPT, RunMode.DECODE, source=p.source)
-        d.core.scheduler.open["a#0.00000000"].deadline_s = d.core.time.refresh() + 0.3
-        d.core.scheduler._set_timer(d.core.time.now + 0.3, "a#0.00000000")
+        request = d.core.scheduler.open["a#0.00000000"]
+        request.deadline_s = d.core.time.refresh() + 0.3
+        d.core.scheduler.deadlines.add(request)
         run_until([p, d], lambda: d.ended("a#0.00000000") and d.clean(), limit_s=5.0)
         assert d.last("a#0.00000000").error.code in (ErrorCode.GENERATE_TIMEOUT, ErrorCode.LOAD_KV_CACHE_FAILED)
 

@@ -223,7 +223,7 @@ class HandoverMachine(RuleBasedStateMachine):
         engine = self.p.engine
         for key, generation in live:
             scheduler = engine.scheduler
-            request = scheduler.open.get(key) or scheduler.staged.get(key) or scheduler.leaving.get(key)
+            request = scheduler.open.get(key) or scheduler.holds.staged.get(key) or scheduler.holds.leaving.get(key)
             assert request is not None and request.allocation is not None, f"{key}: the lease has lost its blocks"
             assert request.allocation.generation == generation
         counts = engine.ledger()
@@ -262,7 +262,7 @@ class HandoverMachine(RuleBasedStateMachine):
             self.check_end(self.p.engine, key, continuation(prompt, 1))
 
     def quiet(self) -> bool:
-        open_ = [*self.p.engine.scheduler.open, *self.d.engine.scheduler.open, *self.d.engine.scheduler.leaving]
+        open_ = [*self.p.engine.scheduler.open, *self.d.engine.scheduler.open, *self.d.engine.scheduler.holds.leaving]
         return not open_ and not self.d.pulls
 
     @staticmethod

@@ -170,7 +170,7 @@ class TieredEngineMachine(RuleBasedStateMachine):
         fetches = list(scheduler.fetches._all.values())
         of_loads = sum(
             held.receiving[1] - held.receiving[0]
-            for request in scheduler.loading.values()
+            for request in scheduler.holds.loading.values()
             for held in request.allocation.groups.values()
         )
         of_fetches = {
@@ -209,9 +209,9 @@ class TieredEngineMachine(RuleBasedStateMachine):
             for key in list(engine.transfer.loads):
                 engine.load_done(key)
             for key in list(engine.transfer.leases):
-                if key in scheduler.staged or key in scheduler.leaving:
+                if key in scheduler.holds.staged or key in scheduler.holds.leaving:
                     engine.lease_ended(key)
-            if not scheduler.open and not scheduler.leaving and not scheduler.staged:
+            if not scheduler.open and not scheduler.holds.leaving and not scheduler.holds.staged:
                 break
         self.tiers.finish()  # threads that hung until now
         engine.step()

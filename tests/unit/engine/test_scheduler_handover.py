@@ -492,7 +492,7 @@ def test_k11_abort_when_the_request_is_in_any_state_then_it_ends_once_and_all_bl
         expected = ErrorCode.CANCELLED
     else:
         engine.scheduler.open["x"].deadline_s = engine.now
-        engine.scheduler._set_timer(engine.now, "x")
+        engine.scheduler.deadlines.add(engine.scheduler.open["x"])
         engine.scheduler.tick()
         engine.collect()
         expected = ErrorCode.GENERATE_TIMEOUT

@@ -108,7 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         counts, scheduler = self.engine.ledger(), self.engine.scheduler
         holders = [
             request
-            for table in (scheduler.open, scheduler.staged, scheduler.leaving)
+            for table in (scheduler.open, scheduler.holds.staged, scheduler.holds.leaving)
             for request in table.values()
             if request.allocation is not None
         ]
@@ -116,14 +116,14 @@ class EngineMachine(RuleBasedStateMachine):
             assert set(counts) <= {"free", "cached"}
         receiving = sum(
             held.receiving[1] - held.receiving[0]
-            for request in scheduler.loading.values()
+            for request in scheduler.holds.loading.values()
             for held in request.allocation.groups.values()
         )
         assert counts.get("receiving", 0) == receiving
         queues = self.engine.scheduler.batcher
         assert len(queues.running) <= self.engine.limits.max_num_seqs
         placed = len(queues.running) + len(queues.waiting) + len(queues.reserving) + len(queues.ready)
-        assert placed + len(scheduler.loading) == len(scheduler.open)
+        assert placed + len(scheduler.holds.loading) == len(scheduler.open)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -135,9 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
             for key in list(engine.transfer.loads):
                 engine.load_done(key)
             for key in list(engine.transfer.leases):
-                if key in engine.scheduler.staged or key in engine.scheduler.leaving:
+                if key in engine.scheduler.holds.staged or key in engine.scheduler.holds.leaving:
                     engine.lease_ended(key)
-            if not engine.scheduler.open and not engine.scheduler.leaving and not engine.scheduler.staged:
+            if not engine.scheduler.open and not engine.scheduler.holds.leaving and not engine.scheduler.holds.staged:
                 break
         engine.assert_clean()
         for key, (mode, prompt, max_tokens, outputs) in self.requests.items():
