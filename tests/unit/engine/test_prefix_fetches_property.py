@@ -6,19 +6,19 @@ must have the model's continuation of its prompt and every block be free or cach
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from engine.messages import RunMode
 from engine.scheduler.prefix_fetches import Phase
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.engine.scripted_engine import ScriptedEngine, continuation
+from tests.unit.engine.engine_machine import BASE, EngineMachine
+from tests.unit.engine.scripted_engine import ScriptedEngine
 from tests.unit.engine.scripted_tiers import ScriptedTiers
 
 MODES = (RunMode.LOCAL, RunMode.LOCAL, RunMode.PREFILL, RunMode.DECODE)
-BASE = [7, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]
 
 
-class TieredEngineMachine(RuleBasedStateMachine):
+class TieredEngine(EngineMachine):
     @initialize(
         num_blocks=st.integers(6, 16),
         budget=st.sampled_from([4, 7, 16]),
@@ -43,7 +43,6 @@ class TieredEngineMachine(RuleBasedStateMachine):
             queue_limit_s=30.0,
         )
         self.engine.step_s = 0.05
-        self.requests = {}
         self.restore()
         # The first request's beginning is asked for, or so many of its blocks have come.
         self.add(mode, 20, [1, 2], 4, 0, None, -1)
@@ -65,34 +64,7 @@ class TieredEngineMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([-1, -1, -1, 0]),
     )
     def add(self, mode, length, tail, max_tokens, priority, deadline, logprobs):
-        key = f"r{len(self.requests)}"
-        prompt = [*BASE[:length], *tail]
-        self.requests[key] = (mode, prompt, max_tokens)
-        self.engine.add(
-            key, prompt, mode, max_tokens=max_tokens, priority=priority, deadline_in=deadline, prompt_logprobs=logprobs
-        )
-        self.engine.wait(0.0001)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.engine.step()
-            self.engine.wait(0.01)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data):
-        self.engine.abort(data.draw(st.sampled_from(list(self.requests))))
-
-    @precondition(lambda self: self.engine.transfer.loads)
-    @rule(data=st.data())
-    def complete_load(self, data):
-        self.engine.load_done(data.draw(st.sampled_from(list(self.engine.transfer.loads))))
-
-    @precondition(lambda self: self.engine.transfer.leases)
-    @rule(data=st.data(), outcome=st.sampled_from(["released", "aborted", "expired"]))
-    def end_lease(self, data, outcome):
-        self.engine.lease_ended(data.draw(st.sampled_from(list(self.engine.transfer.leases))), outcome)
+        self.ask(mode, length, tail, max_tokens, priority=priority, deadline_in=deadline, prompt_logprobs=logprobs)
 
     @rule(seconds=st.sampled_from([0.05, 0.05, 0.35, 2.0]))
     def wait(self, seconds):
@@ -164,7 +136,7 @@ class TieredEngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_where_the_states_say(self):
-        if not hasattr(self, "engine"):
+        if not self.started:
             return
         scheduler, counts = self.engine.scheduler, self.engine.ledger()
         fetches = list(scheduler.fetches._all.values())
@@ -194,43 +166,23 @@ class TieredEngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_longer_than_allowed(self):
-        if hasattr(self, "engine"):
+        if self.started:
             for fetch in self.engine.scheduler.fetches._all.values():
                 if fetch.waited_for:
                     assert fetch.deadline_s <= self.engine.time.now + 0.31
 
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        engine, scheduler = self.engine, self.engine.scheduler
-        for _ in range(400):
-            engine.step()
-            engine.wait(0.15)
-            for key in list(engine.transfer.loads):
-                engine.load_done(key)
-            for key in list(engine.transfer.leases):
-                if key in scheduler.holds.staged or key in scheduler.holds.leaving:
-                    engine.lease_ended(key)
-            if not scheduler.open and not scheduler.holds.leaving and not scheduler.holds.staged:
-                break
+    def quiet(self):
         self.tiers.finish()  # threads that hung until now
-        engine.step()
-        assert not scheduler.fetches._all and not scheduler.fetches._by_hash
-        engine.assert_clean()
-        for key, (mode, prompt, max_tokens) in self.requests.items():
-            last = engine.last(key)
-            expected = continuation(prompt, 1 if mode is RunMode.PREFILL else max_tokens)
-            tokens = engine.tokens(key)
-            assert tokens == expected[: len(tokens)]
-            if last.error is None:
-                assert len(tokens) == len(expected)
+        self.engine.step()
+        fetches = self.engine.scheduler.fetches
+        assert not fetches._all and not fetches._by_hash
 
 
-TieredEngineMachine.TestCase.settings = settings(
+TieredEngine.TestCase.settings = settings(
     max_examples=80,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-test_tiers_against_any_order_of_events = TieredEngineMachine.TestCase
+test_tiers_against_any_order_of_events = TieredEngine.TestCase

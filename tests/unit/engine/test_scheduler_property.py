@@ -6,18 +6,18 @@ request's tokens must be the model's continuation of its prompt.
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from engine.messages import RunMode
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.engine.scripted_engine import ScriptedEngine, continuation
+from tests.unit.engine.engine_machine import EngineMachine
+from tests.unit.engine.scripted_engine import ScriptedEngine
 
 MODES = (RunMode.LOCAL, RunMode.LOCAL, RunMode.DECODE, RunMode.DECODE, RunMode.PREFILL)
 FAILURES = (ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED, ErrorCode.KV_CHECKSUM_MISMATCH, ErrorCode.CANCELLED)
-BASE = [7, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]
 
 
-class EngineMachine(RuleBasedStateMachine):
+class OneEngine(EngineMachine):
     @initialize(
         num_blocks=st.integers(6, 20),
         caching=st.booleans(),
@@ -39,7 +39,6 @@ class EngineMachine(RuleBasedStateMachine):
             queue_limit_s=30.0,
         )
         self.engine.step_s = 0.1
-        self.requests = {}
 
     # -- rules ----------------------------------------------------------------------------------------------
 
@@ -53,40 +52,12 @@ class EngineMachine(RuleBasedStateMachine):
         deadline=st.sampled_from([None, None, None, 1.0]),
     )
     def add(self, mode, length, tail, max_tokens, given_tokens, priority, deadline):
-        key = f"r{len(self.requests)}"
-        prompt = [*BASE[:length], *tail]
-        outputs = continuation(prompt, given_tokens) if max_tokens > given_tokens else []
-        self.requests[key] = (mode, prompt, max_tokens, outputs)
-        self.engine.add(
-            key, prompt, mode, max_tokens=max_tokens, outputs=outputs, priority=priority, deadline_in=deadline
-        )
-        self.engine.wait(0.0001)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.engine.step()
-            self.engine.wait(0.01)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data):
-        self.engine.abort(data.draw(st.sampled_from(list(self.requests))))
-
-    @precondition(lambda self: self.engine.transfer.loads)
-    @rule(data=st.data())
-    def complete_load(self, data):
-        self.engine.load_done(data.draw(st.sampled_from(list(self.engine.transfer.loads))))
+        self.ask(mode, length, tail, max_tokens, given_tokens, priority=priority, deadline_in=deadline)
 
     @precondition(lambda self: self.engine.transfer.loads)
     @rule(data=st.data(), code=st.sampled_from(FAILURES), retriable=st.booleans())
     def break_load(self, data, code, retriable):
         self.engine.load_failed(data.draw(st.sampled_from(list(self.engine.transfer.loads))), code, retriable)
-
-    @precondition(lambda self: self.engine.transfer.leases)
-    @rule(data=st.data(), outcome=st.sampled_from(["released", "aborted", "expired"]))
-    def end_lease(self, data, outcome):
-        self.engine.lease_ended(data.draw(st.sampled_from(list(self.engine.transfer.leases))), outcome)
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 5.0]))
     def wait(self, seconds):
@@ -103,7 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_where_the_states_say(self):
-        if not hasattr(self, "engine"):
+        if not self.started:
             return
         counts, scheduler = self.engine.ledger(), self.engine.scheduler
         holders = [
@@ -125,36 +96,12 @@ class EngineMachine(RuleBasedStateMachine):
         placed = len(queues.running) + len(queues.waiting) + len(queues.reserving) + len(queues.ready)
         assert placed + len(scheduler.holds.loading) == len(scheduler.open)
 
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        engine = self.engine
-        for _ in range(400):
-            engine.step()
-            engine.wait(0.15)
-            for key in list(engine.transfer.loads):
-                engine.load_done(key)
-            for key in list(engine.transfer.leases):
-                if key in engine.scheduler.holds.staged or key in engine.scheduler.holds.leaving:
-                    engine.lease_ended(key)
-            if not engine.scheduler.open and not engine.scheduler.holds.leaving and not engine.scheduler.holds.staged:
-                break
-        engine.assert_clean()
-        for key, (mode, prompt, max_tokens, outputs) in self.requests.items():
-            last = engine.last(key)
-            count = 1 if mode is RunMode.PREFILL else max_tokens - len(outputs)
-            expected = continuation([*prompt, *outputs], count)
-            tokens = engine.tokens(key)
-            assert tokens == expected[: len(tokens)]
-            if last.error is None:
-                assert len(tokens) == len(expected)
 
-
-EngineMachine.TestCase.settings = settings(
+OneEngine.TestCase.settings = settings(
     max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-test_engine_against_any_order_of_events = EngineMachine.TestCase
+test_engine_against_any_order_of_events = OneEngine.TestCase
