@@ -232,7 +232,7 @@ def measure(options: argparse.Namespace) -> None:
     cases = CASES[options.device]
     measurement = Measurement(shape, cases, Budget(options.budget), options.save)
     if options.device == "cuda":
-        measurement.rates = read_bandwidth(), matrix_rate()
+        measurement.rates = options.rates or (read_bandwidth(), matrix_rate())
         torch.cuda.empty_cache()
         measurement.report["bandwidth"], measurement.report["matrix_rate"] = measurement.rates
     else:
@@ -294,12 +294,16 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def run_engine(options: argparse.Namespace, shape: str, ranks: int, left_s: float | None) -> dict[str, Any]:
-    """Its figures, as far as it came; `failed` says why no further."""
+def run_engine(
+    options: argparse.Namespace, shape: str, ranks: int, rates: Sequence[float], left_s: float | None
+) -> dict[str, Any]:
+    """Its figures, as far as it came; `failed` says why no further. rates: as another one measured them."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         arguments = ["--engine", "--shapes", shape, "--ranks", str(ranks), "--device", options.device]
         arguments += ["--attention-backend", options.attention_backend, "--save", str(found)]
+        if rates:
+            arguments += ["--rates", *map(str, rates)]
         if left_s is not None:
             arguments += ["--budget", str(left_s)]
         environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}  # as a server's engines have it
@@ -328,6 +332,7 @@ def main() -> int:
     add_budget(parser)
     parser.add_argument("--save", type=Path, help="JSON file of all figures")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)  # one engine in this process
+    parser.add_argument("--rates", nargs=2, type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.attention_backend = options.attention_backend or ("triton" if options.device == "cuda" else "auto")
@@ -347,9 +352,11 @@ def main() -> int:
         print(f"{devices} device(s): nothing to share out over {max(ranks)} ranks", flush=True)
     else:
         began, budget = time.monotonic(), Budget(options.budget)
+        rates: list[float] = []
         for shape, count in budget.of([(shape, count) for shape in options.shapes for count in ranks], "engines"):
             left_s = None if options.budget is None else max(0.0, options.budget - (time.monotonic() - began))
-            found = run_engine(options, shape, count, left_s)
+            found = run_engine(options, shape, count, rates, left_s)
+            rates = rates or [found[name] for name in ("bandwidth", "matrix_rate") if name in found]
             failed |= "failed" in found
             report["engines"].setdefault(shape, {})[str(count)] = found
             if options.save:

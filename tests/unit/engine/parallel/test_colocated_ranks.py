@@ -76,17 +76,19 @@ async def answer(client: EngineClient, key: str, asked: Asked) -> list[RequestOu
         return [output async for output in client.submit(request)]
 
 
-async def answers(ranks: int) -> dict[str, list[RequestOutput]]:
+async def answers(
+    ranks: int, device: str = "cpu", attention_backend: str = "auto", start_s: float = START_S
+) -> dict[str, list[RequestOutput]]:
     config = EngineConfig(
-        role="decode", model=str(tiny_model("llama")), dtype="float32", device="cpu", threads=1, block_size=16,
+        role="decode", model=str(tiny_model("llama")), dtype="float32", device=device, threads=1, block_size=16,
         num_kv_blocks=44, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, grammars=True,
-        tensor_parallel_size=ranks, tp_broadcast_timeout_seconds=30.0,
+        attention_backend=attention_backend, tensor_parallel_size=ranks, tp_broadcast_timeout_seconds=30.0,
     )  # fmt: skip
     client = EngineClient(config)
     news = asyncio.Event()
     client.on_step = lambda step: news.set()
     try:
-        ready = await client.start(START_S)
+        ready = await client.start(start_s)
         assert [rank.rank for rank in ready.ranks] == list(range(ranks))
         assert [rank.pid for rank in ready.ranks] == client.pids
         found: dict[str, list[RequestOutput]] = {}
@@ -122,7 +124,11 @@ def logprobs(outputs: list[RequestOutput]) -> list[TokenLogprob]:
 
 
 async def test_answers_when_the_engine_has_two_ranks_then_they_are_those_of_one() -> None:
-    one, two = await answers(1), await answers(2)
+    check_answers(await answers(1), await answers(2))
+
+
+def check_answers(one: dict[str, list[RequestOutput]], two: dict[str, list[RequestOutput]]) -> None:
+    """Two ranks say what one says, and the cases are what they are meant to be."""
     for key, expected in one.items():
         last = two[key][-1]
         assert last.error is None, (key, last.error)
