@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cache_store.failures import blames_request
 from cache_store.fetching import Fetcher
 from cache_store.load import Load, WantedHere, breach
 from cache_store.peers import OpenMemory
@@ -244,9 +245,8 @@ class FetchLanding(_CopyLanding):
         try:
             await self._prove()
         except BatonError as error:
-            if error.code in _NOT_THEIRS:
+            if error.code in _NOT_THEIRS or blames_request(error):
                 raise
-            # The request's own failure on the peer comes by the stream too, with its code.
             raise BatonError(
                 ErrorCode.READ_TRANSFER_NOT_DONE,
                 "whether the blocks that were read are those of the request is not known",

@@ -422,6 +422,9 @@ class RequestScope:
         elif isinstance(exc, BatonError) and exc is self._reception.engine.client.death:
             # One object for every open request; each gets its own, which takes its own context.
             error = BatonError(ErrorCode.ENGINE_DEAD, exc.message, metadata={"cause": exc.code.name, **exc.metadata})
+        elif isinstance(exc, BatonError) and exc.code is ErrorCode.LOAD_KV_CACHE_FAILED and self._intent is not None:
+            # Who ends a request ends it on the prefill server too, and what a load then meets there is no cause.
+            error = self._intent
         elif isinstance(exc, BatonError):
             error = exc
             if exc.code is ErrorCode.GENERATE_TIMEOUT:

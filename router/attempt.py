@@ -25,7 +25,6 @@ from router.choice import Choice, Chooser
 from router.legs import (
     END,
     Aborts,
-    AbortSource,
     DecodeLeg,
     Leg,
     LegTasks,
@@ -209,16 +208,19 @@ class Attempt:
         prefill, decode = self._prefill, self._decode
         for leg in (prefill, decode):
             self._end_leg_stage(leg)
+        given_up: list[Leg] = []
+        # The decode server first: what it sees of the prefill server's end is no cause of its own.
         if decode is not None:
-            decode.close()
+            decode.leave()
             if not decode.ended_by_server:
-                self._abort(decode, code, source)
+                given_up.append(decode)
         if prefill is not None:
-            prefill.close()
+            prefill.leave()
             # Nobody but the router can end what is staged before the decode server has loaded it.
             staged = prefill.answered and prefill.hold_kv and not (decode is not None and decode.loaded)
             if staged or not prefill.ended_by_server:
-                self._abort(prefill, code, source)
+                given_up.append(prefill)
+        self._context.aborts.give_up(given_up, code, source)
 
     def lost(self, worker: Worker) -> None:
         """`worker` does not answer any more."""
@@ -303,9 +305,6 @@ class Attempt:
             "clock": context.clock,
             "span": span,
         }
-
-    def _abort(self, leg: Leg, code: ErrorCode, source: AbortSource) -> None:
-        self._context.aborts.send(leg.role, leg.worker.address, leg.key, code, source)
 
     def _silent(self, leg: Leg) -> BatonError:
         return BatonError(

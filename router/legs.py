@@ -1,15 +1,16 @@
 """The two calls that serve a request: `Prefill.Prefill` and `Decode.Decode`, and the aborts that end them early.
 
-A leg is complete only by its own terminal status. Whoever gives one up closes it: the call is cancelled and an
-`Abort` follows on its own, so that nothing stays staged or reserved however the call itself fared.
+A leg is complete only by its own terminal status. Whoever gives one up leaves it to `Aborts`: an `Abort` tells the server
+why, so that nothing stays staged or reserved however the call itself fares, and then the call is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import grpc
@@ -83,7 +84,12 @@ class LegTasks:
 
 
 class Aborts:
-    """Sends `Abort` to servers on tasks of its own, so that giving up never waits."""
+    """Sends `Abort` to servers on tasks of its own, so that giving up never waits.
+
+    A server hears why its request ends before it sees what follows from that, a cancelled call or KV that is gone: it
+    would take it for a cause. So a call is cancelled once the server has been told, and the next server is told then;
+    one that does not answer holds this up for `tell_s`.
+    """
 
     def __init__(
         self,
@@ -94,20 +100,47 @@ class Aborts:
         timeout_s: float = 2.0,
         attempts: int = 2,
         pause_s: float = 0.2,
+        tell_s: float = 0.1,
     ) -> None:
         self._pool = pool
         self._metrics = metrics
         self._tasks = tasks
         self._timeout_s = timeout_s
+        self._tell_s = tell_s
         self._attempts = attempts
         self._pause_s = pause_s
 
-    def send(self, role: Role, address: str, key: str, code: ErrorCode, source: AbortSource) -> None:
-        """Never blocks. A server that is gone needs no abort; one that cannot be reached has its lease and deadline."""
-        self._metrics.inc("baton_aborts_total", leg=role, source=source)
-        self._tasks.spawn(self._send(role, address, key, int(code), source))
+    def give_up(self, legs: Sequence[Leg], code: ErrorCode, source: AbortSource) -> None:
+        """Ends legs that were left, in this order. Never blocks. A server that is gone needs no abort; one that cannot be
+        reached has its lease and deadline."""
+        for leg in legs:
+            self._metrics.inc("baton_aborts_total", leg=leg.role, source=source)
+        if legs:
+            self._tasks.spawn(self._give_up(legs, int(code), source))
 
-    async def _send(self, role: Role, address: str, key: str, code: int, source: str) -> None:
+    async def _give_up(self, legs: Sequence[Leg], code: int, source: str) -> None:
+        try:
+            for leg in legs:
+                tried = asyncio.Event()
+                self._tasks.spawn(self._send(leg.role, leg.worker.address, leg.key, code, source, tried))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._tell_s):
+                        await tried.wait()
+                leg.cut()
+        finally:
+            for leg in legs:
+                leg.cut()
+
+    async def _send(self, role: Role, address: str, key: str, code: int, source: str, tried: asyncio.Event) -> None:
+        """Sets `tried` once the server has answered, or could not be reached."""
+        try:
+            await self._send_until_heard(role, address, key, code, source, tried)
+        finally:
+            tried.set()
+
+    async def _send_until_heard(
+        self, role: Role, address: str, key: str, code: int, source: str, tried: asyncio.Event
+    ) -> None:
         for attempt in range(self._attempts):
             if attempt:
                 await asyncio.sleep(self._pause_s)
@@ -127,6 +160,7 @@ class Aborts:
             except grpc.RpcError as exc:
                 self._pool.check(address)
                 _log.debug("abort of %s at %s failed: %s", key, address, exc)
+                tried.set()
             except BatonError as error:  # the pool is closed
                 _log.debug("abort of %s not sent: %s", key, error)
                 return
@@ -135,7 +169,7 @@ class Aborts:
 class Leg:
     """One call to one server. Its news go to the mailbox as `(leg, payload)`; the last is END, an answer or an error.
 
-    `ended` is set by whoever takes the last letter out (`end`); until then the leg has to be closed.
+    `ended` is set by whoever takes the last letter out (`end`); until then the leg has to be left, and cut off.
     """
 
     role: Role
@@ -169,7 +203,7 @@ class Leg:
         self._deadline = deadline
         self._mailbox = mailbox
         self._clock = clock
-        self._closed = False
+        self._left = False
         # It has the prompt's KV, loaded or computed by itself, and generates.
         self.generating = False
         # Of the stage of the router that this leg is; None when it is none of them.
@@ -195,7 +229,7 @@ class Leg:
         asyncio.get_running_loop().call_soon(self._listen)
 
     def _listen(self) -> None:
-        if not self._closed:
+        if not self._left:
             self._task = self._tasks.spawn(self._run())
 
     def _stage(self) -> str | None:
@@ -212,7 +246,7 @@ class Leg:
         try:
             await self._read()
         except asyncio.CancelledError:
-            if not self._closed:
+            if not self._left:
                 # Nobody here cancelled the call, so the loop is ending.
                 self._mailbox.put((self, BatonError(ErrorCode.CANCELLED, "the router is shutting down")))
             raise
@@ -260,19 +294,22 @@ class Leg:
         """The prompt is computed. May be called again."""
         self._guard.computed()
 
-    def close(self) -> None:
-        """Gives the call up at once, if it has not ended. Idempotent."""
-        if not self.ended_by_server:
-            self._closed = True
-            self._call.cancel()
-            if self._task is not None:
-                self._task.cancel()
+    def leave(self) -> None:
+        """Nobody waits for the call any more, which has to be cut off unless the server has ended it. Idempotent."""
+        self._left = self._left or not self.ended_by_server
         if not self.ended:
             self.ended = True
             if self._span is not None:
                 self._span.finish(to_ns(self._clock()), cancelled=True)
             self._guard.release()
             self.worker.breaker.neutral()
+
+    def cut(self) -> None:
+        """Cancels the call of a leg that was left, if the server has not ended it. Idempotent."""
+        if self._left and not self.ended_by_server:
+            self._call.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     def silent_s(self, now: float) -> float:
         return now - self.last_event

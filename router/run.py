@@ -23,6 +23,7 @@ from router.worker import Worker
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import armed, fault, fault_async
 from rpc.ids import request_key
+from rpc.server import DEADLINE_TOLERANCE_S
 from rpc.stages import StopCheck, enter_stage
 
 _log = logging.getLogger(__name__)
@@ -88,6 +89,9 @@ class Run:
             cause = exc
         elif self._stop is not None:
             cause = self._stop
+        elif self._request.deadline.remaining() <= DEADLINE_TOLERANCE_S:
+            # A client that gives its call a deadline cuts it off itself, at the same moment.
+            cause = BatonError(ErrorCode.GENERATE_TIMEOUT, "the request's deadline has passed")
         else:
             cause = BatonError(ErrorCode.CANCELLED, "request cancelled by client")
         self._end_attempt(cause)
