@@ -1,7 +1,7 @@
 """The two calls that serve a request: `Prefill.Prefill` and `Decode.Decode`, and the aborts that end them early.
 
-A leg is complete only by its own terminal status. Whoever gives one up leaves it to `Aborts`: an `Abort` tells the server
-why, so that nothing stays staged or reserved however the call itself fares, and then the call is cancelled.
+A leg is complete only by its own terminal status. Whoever gives one up leaves it to `Aborts`: an `Abort` tells the
+server why, so that nothing stays staged or reserved however the call itself fares, and then the call is cancelled.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Aborts:
         self._pause_s = pause_s
 
     def give_up(self, legs: Sequence[Leg], code: ErrorCode, source: AbortSource) -> None:
-        """Ends legs that were left, in this order. Never blocks. A server that is gone needs no abort; one that cannot be
-        reached has its lease and deadline."""
+        """Ends legs that were left, in this order. Never blocks. A server that is gone needs no abort; one that cannot
+        be reached has its lease and deadline."""
         for leg in legs:
             self._metrics.inc("baton_aborts_total", leg=leg.role, source=source)
         if legs:
