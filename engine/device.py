@@ -26,3 +26,8 @@ def resolve_device(name: str, rank: int = 0) -> torch.device:
     if name == "cuda":
         raise ModelLoadError("--device 'cuda': PyTorch finds no CUDA device here; use 'cpu' or 'auto'")
     return torch.device("cpu")
+
+
+def device_title(device: torch.device) -> str:
+    """How a device is named to people: with its model, and with its number among those that the process sees."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -299,6 +299,7 @@ class RankFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     load_seconds: float
     read_bytes: int = 0  # of the checkpoint's files
     captured: list[CapturedGraphs] = []
+    device: str = ""  # that it computes on, as people name it
 
 
 class EngineReady(msgspec.Struct, omit_defaults=True):

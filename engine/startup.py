@@ -24,6 +24,7 @@ from cache_store.tiers.store import TierStore
 from engine import transfer
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner, Wakeup
+from engine.device import device_title
 from engine.grammar.compiling import CACHE_BYTES, GrammarWorkers
 from engine.kv_cache.cache import KvCache
 from engine.loader.errors import ModelLoadError
@@ -220,7 +221,8 @@ def engine_ready(rank: LoadedRank, engine_id: str, core: EngineCore, hub: Hub | 
     config, runner = rank.config, rank.runner
     model = runner.config
     load_seconds = time.monotonic() - rank.began
-    facts = [RankFacts(0, os.getpid(), rank.address, load_seconds, runner.read_bytes, rank.captured)]
+    own = (os.getpid(), rank.address, load_seconds, runner.read_bytes, rank.captured, device_title(runner.device))
+    facts = [RankFacts(0, *own)]
     if hub is not None:
         facts += hub.ready(config.start_deadline_ns / 1e9)
     return EngineReady(

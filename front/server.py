@@ -203,6 +203,7 @@ class FrontServer:
                         "rank": rank.rank,
                         "pid": rank.pid,
                         "cache_store": address,
+                        "device": rank.device,
                         "load_seconds": round(rank.load_seconds, 3),
                         "read_bytes": rank.read_bytes,
                     }

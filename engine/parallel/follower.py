@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.core import Wakeup
-from engine.device import resolve_device
+from engine.device import device_title, resolve_device
 from engine.messages import Observation, RankFacts
 from engine.parallel.agent_messages import apply, event_message, rank_stats
 from engine.parallel.communicator import connect
@@ -78,8 +78,9 @@ class Follower:
         """From now on rank 0 counts on an answer within the deadline."""
         rank = self.rank
         load_seconds = time.monotonic() - rank.began
-        own = (rank.config.rank, os.getpid(), rank.address, load_seconds, rank.runner.read_bytes, rank.captured)
-        self._port.send(RankFrame(ready=RankFacts(*own)))
+        runner = rank.runner
+        own = (os.getpid(), rank.address, load_seconds, runner.read_bytes, rank.captured, device_title(runner.device))
+        self._port.send(RankFrame(ready=RankFacts(rank.config.rank, *own)))
 
     def run(self) -> None:
         """Until rank 0 says to stop.

@@ -91,6 +91,7 @@ async def answers(
         ready = await client.start(start_s)
         assert [rank.rank for rank in ready.ranks] == list(range(ranks))
         assert [rank.pid for rank in ready.ranks] == client.pids
+        assert all(rank.device.startswith(device) for rank in ready.ranks), ready.ranks
         found: dict[str, list[RequestOutput]] = {}
         for each in ROUNDS:
             outputs = await asyncio.gather(*(answer(client, key, asked) for key, asked in each.items()))
