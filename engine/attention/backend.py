@@ -97,6 +97,11 @@ class AttentionBackend(ABC):
     def plan(self, rows: AttentionRows) -> Any:
         """Everything about the step's rows that all layers share; passed to `write` and `attend`."""
 
+    def plan_lasts(self, rows: AttentionRows) -> Any | None:
+        """A plan for `attend` alone, of the last token of every row: q [rows, num_heads, head_dim]. It may stand beside
+        the plan of the same rows. None: there is none, and `attend` is called with all tokens."""
+        return None
+
     def admits(self, *, selection_mode: GraphSelectionMode) -> bool:
         """Whether its calls may be part of a graph of that kind."""
         match selection_mode:

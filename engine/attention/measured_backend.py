@@ -62,6 +62,11 @@ class MeasuredBackend(DeviceBackend):
         for backend in dict.fromkeys(chosen):
             backend.list_rows(rows)
 
+    def plan_lasts(self, rows: AttentionRows) -> StepPlan:
+        """By Triton's kernels: a plan of FlashInfer's would take the place of the one it has of these rows."""
+        plan: StepPlan = self.triton.plan_lasts(rows)  # type: ignore[assignment]  # it has one
+        return StepPlan(plan.num_decode, ChosenPart(self.triton, plan.decode), None)
+
     def plan_decode(self, rows: AttentionRows, count: int) -> ChosenPart:
         backend = self._of_decode(rows, count, self.backends)
         return ChosenPart(backend, backend.plan_decode(rows, count))

@@ -89,6 +89,12 @@ class NativeBackend(AttentionBackend):
             else None,
         )
 
+    def plan_lasts(self, rows: AttentionRows) -> NativePlan:
+        tables = [np.array(table, dtype=np.int32) for table in rows.block_tables]
+        lasts = torch.from_numpy(np.array(rows.starts) + np.array(rows.lengths) - 1)
+        nothing = lasts[:0]  # written by the plan of all tokens
+        return NativePlan(nothing, nothing, DecodeRows(len(tables), _padded(tables), lasts), None)
+
     def write(self, plan: NativePlan, layer: torch.Tensor, kv: torch.Tensor) -> None:
         attention.write_kv(self.kernels, kv, layer, plan.blocks, plan.offsets)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backend import AttentionRows, BatchLimits, Capabilities, GraphSelectionMode
-from engine.attention.device_backend import DeviceBackend, device_rows
+from engine.attention.device_backend import DeviceBackend, StepPlan, device_rows
 from kernels import jit
 from kernels.decode_attention import decode_attention, scratch_for
 from kernels.prefill_attention import prefill_attention
@@ -64,6 +64,10 @@ class TritonBackend(DeviceBackend):
         if selection_mode is GraphSelectionMode.PREFILL_GRAPH and self.device.type == "cuda":
             return torch.cuda.get_device_capability(self.device) in _PREFILL_GRAPH_DEVICES
         return super().admits(selection_mode=selection_mode)
+
+    def plan_lasts(self, rows: AttentionRows) -> StepPlan:
+        count = device_rows(rows).num_rows
+        return StepPlan(count, self.plan_decode(rows, count), None)
 
     def plan_decode(self, rows: AttentionRows, count: int) -> DecodePart:
         device = device_rows(rows)

@@ -30,6 +30,9 @@ class ResidualStream(Protocol):
     def hidden(self) -> torch.Tensor:
         """float32 [tokens, hidden]: all that was added so far."""
 
+    def rows(self, tokens: torch.Tensor) -> ResidualStream:
+        """A stream of its own of some tokens. tokens: int64 or int32 [n], indices."""
+
 
 class HostStream:
     def __init__(self, residual: torch.Tensor) -> None:
@@ -44,3 +47,6 @@ class HostStream:
 
     def hidden(self) -> torch.Tensor:
         return self.residual
+
+    def rows(self, tokens: torch.Tensor) -> HostStream:
+        return HostStream(self.residual.index_select(0, tokens))

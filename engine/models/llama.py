@@ -8,7 +8,7 @@ from engine.layers.rotary import Angles
 from engine.layers.stream import Norm, ResidualStream
 from engine.loader.fused import WeightLoader
 from engine.models.config import ModelConfig
-from engine.models.step import ForwardStep
+from engine.models.step import ForwardStep, LastTokens
 
 
 class LlamaAttention:
@@ -31,12 +31,23 @@ class LlamaAttention:
         """Norms of every query head and every key head before they are rotated."""
         return None, None
 
-    def __call__(self, stream: ResidualStream, x: torch.Tensor, step: ForwardStep) -> None:
+    def __call__(
+        self, stream: ResidualStream, x: torch.Tensor, step: ForwardStep, lasts: LastTokens | None = None
+    ) -> ResidualStream:
+        """The stream with what attention adds; of the tokens in `lasts` alone, where that is given."""
         q, kv = self.heads(self.qkv(x), self.layer, step)
         if step.on_layer is not None:
             step.on_layer(self.layer)
-        attended = step.backend.attend(step.plan, step.pools[self.layer], q, kv, self.window)
+        plan = step.plan
+        if lasts is not None:
+            stream = stream.rows(lasts.tokens)
+            if lasts.plan is not None:
+                plan, q = lasts.plan, q.index_select(0, lasts.tokens)
+        attended = step.backend.attend(plan, step.pools[self.layer], q, kv, self.window)
+        if lasts is not None and lasts.plan is None:
+            attended = attended.index_select(0, lasts.tokens)
         stream.add(self.o, attended)  # of [tokens, heads * head_dim]
+        return stream
 
 
 class LlamaMlp:
@@ -60,9 +71,10 @@ class LlamaLayer:
         self.mlp_norm = load.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
         self.mlp = LlamaMlp(config, load, f"{prefix}.mlp")
 
-    def __call__(self, stream: ResidualStream, step: ForwardStep) -> None:
-        self.attention(stream, stream.read(self.attention_norm), step)
+    def __call__(self, stream: ResidualStream, step: ForwardStep, lasts: LastTokens | None = None) -> ResidualStream:
+        stream = self.attention(stream, stream.read(self.attention_norm), step, lasts)
         self.mlp(stream, stream.read(self.mlp_norm))
+        return stream
 
 
 class LlamaModel:
@@ -90,11 +102,12 @@ class LlamaModel:
         self.head = load.head(tied, config.hidden_size, config.vocab_size)
 
     def forward(self, token_ids: torch.Tensor, step: ForwardStep) -> ResidualStream:
-        """token_ids: [tokens] -> the stream [tokens, hidden] before the final norm."""
+        """token_ids: [tokens] -> the stream [tokens, hidden] before the final norm; with `step.lasts`, theirs: [rows,
+        hidden]."""
         stream = self.embedding(token_ids, step.override)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             layer(stream, step)
-        return stream
+        return self.layers[-1](stream, step, step.lasts)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: float32 [n, hidden], rows of what `forward` leaves in the stream -> float32 logits [n, vocab].

@@ -13,6 +13,16 @@ from engine.layers.override import Override
 
 
 @dataclass(slots=True)
+class LastTokens:
+    """The last token of every row, where nothing else of the stream is asked for: the last layer then writes the KV of
+    all tokens, and computes the rest for these alone. A prompt's last layer costs little more than its products of keys
+    and values, which is one part in `num_layers` of the whole pass."""
+
+    tokens: torch.Tensor  # int64 or int32 [rows], ascending: their indices among the step's tokens
+    plan: Any | None  # the backend's, of these tokens alone; None: it attends for all
+
+
+@dataclass(slots=True)
 class ForwardStep:
     """One step's attention: the backend, its plan, and the KV pool of every layer."""
 
@@ -23,4 +33,5 @@ class ForwardStep:
     sin: torch.Tensor
     slots: torch.Tensor | None  # int64 [tokens] where a device's kernel stores KV; None: the backend's plan knows
     on_layer: Callable[[int], None] | None  # called when the layer's KV of all tokens is in its pool
+    lasts: LastTokens | None = None  # None: the stream of every token is asked for
     override: Override | None = None  # what requests bring in place of their tokens' embeddings

@@ -13,7 +13,7 @@ from engine.layers.device_linear import DeviceLinear
 from engine.layers.device_sharded import DeviceGatheredHead
 from engine.layers.override import Override
 from engine.models.llama import LlamaModel
-from engine.models.step import ForwardStep
+from engine.models.step import ForwardStep, LastTokens
 
 
 class DeviceForward:
@@ -33,12 +33,14 @@ class DeviceForward:
         plan: Any,
         on_layer: Callable[[int], None] | None = None,
         override: Override | None = None,
+        lasts: LastTokens | None = None,
     ) -> DeviceStream:
         """The stream before the final norm; the tokens' KV is in the pool.
 
         token_ids, positions: int64 or int32 [tokens], positions also [axes, tokens]; slots: int64 [tokens], -1 for
         tokens whose KV goes nowhere; plan: the backend's, of rows with these tokens. on_layer(layer) is called when the
-        writing of that layer's KV has been enqueued. override: embeddings in place of the tokens' own.
+        writing of that layer's KV has been enqueued. override: embeddings in place of the tokens' own. lasts: the
+        stream is theirs alone.
         """
         cos, sin = self.model.rotary.angles(positions)
         step = ForwardStep(
@@ -49,6 +51,7 @@ class DeviceForward:
             sin=sin,
             slots=slots,
             on_layer=on_layer,
+            lasts=lasts,
             override=override,
         )
         return self.model.forward(token_ids, step)  # type: ignore[return-value]  # of a DeviceEmbedding

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.attention.backend import AttentionRows, BatchLimits, DeviceRows
+from engine.models.step import LastTokens
 from engine.runner.batch import BatchRow, StepBatch
 from kernels.metadata import DecodeLayout, PrefillLayout, StepBuffers, prepare_decode, prepare_prefill
 
@@ -31,6 +32,7 @@ class DeviceStepInputs:
     sampled_tokens: torch.Tensor | None  # int64 [sampled rows] index of their last token; None: all tokens, in order
     sampled_rows: list[int] = field(default_factory=list)  # rows of the batch that sample
     first_token: list[int] = field(default_factory=list)  # per row of the batch: index of its first token
+    lasts: LastTokens | None = None  # where the stream of an eager step is theirs alone
 
     @property
     def device_rows(self) -> DeviceRows:

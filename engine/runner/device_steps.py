@@ -22,6 +22,7 @@ from engine.layers.device_linear import measured_sizes
 from engine.layers.override import override_of
 from engine.messages import CapturedGraphs, KvGroupInfo, SamplingParams
 from engine.models.llama import LlamaModel
+from engine.models.step import LastTokens
 from engine.parallel.communicator import Communicator, single
 from engine.parallel.shards import padded_rows
 from engine.progress import Progress
@@ -32,6 +33,7 @@ from engine.runner.decode_status import DecodeDecision, DecodeGraphStatus
 from engine.runner.device_forward import DeviceForward
 from engine.runner.device_inputs import DeviceInputs, DeviceStepInputs
 from engine.runner.graph_session import CaptureSession, capture_graphs
+from engine.runner.inputs import asks_for_lasts
 from engine.runner.pinned import PinnedStaging
 from engine.runner.position_ids import position_ids_of
 from engine.runner.prefill_graph.decision import Decision
@@ -43,6 +45,10 @@ from kernels.attention_metadata import attention_metadata
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
 from rpc.log_limit import LogLimit
+
+# Tokens besides the last ones from which the last layer leaves them out. Shorter prompts' steps wait for launches, and
+# are comparable bit by bit with the replays of prefill graphs.
+_FEWEST_OTHERS = 512
 
 _log = logging.getLogger(__name__)
 
@@ -277,7 +283,7 @@ class DeviceSteps:
         if count:
             logits = self.logits[:count]
             if stream is not None:
-                self.forward.logits(stream, inputs.sampled_tokens, logits)
+                self._logits(stream, inputs, logits)
                 if plain:
                     self.greedy(logits)
             if not plain:
@@ -298,8 +304,16 @@ class DeviceSteps:
         if stream is None:
             return None, inputs.first_token
         if inputs.sampled_rows:
-            self.forward.logits(stream, inputs.sampled_tokens, self.logits[: len(inputs.sampled_rows)])
-        return stream.hidden(), inputs.first_token
+            self._logits(stream, inputs, self.logits[: len(inputs.sampled_rows)])
+        return None if inputs.lasts is not None else stream.hidden(), inputs.first_token
+
+    def _logits(self, stream: DeviceStream, inputs: DeviceStepInputs, out: torch.Tensor) -> None:
+        """out: float32 [sampled rows, vocab], theirs."""
+        tokens, lasts = inputs.sampled_tokens, inputs.lasts
+        if lasts is not None and tokens is not None:  # the stream has a token per row
+            every = len(inputs.sampled_rows) == lasts.tokens.shape[0]
+            tokens = None if every else torch.searchsorted(lasts.tokens, tokens.to(lasts.tokens.dtype))
+        self.forward.logits(stream, tokens, out)
 
     def _compute(
         self, batch: StepBatch, on_layer: Callable[[int], None] | None
@@ -321,7 +335,10 @@ class DeviceSteps:
                 tokens, send = len(inputs.token_ids), self._embeddings.send
                 override = override_of(placed, tokens, self.hidden_size, self.device, send)
             positions = self._positions(rows, inputs)
-            stream = self.forward(inputs.token_ids, positions, slots, plan, on_layer, override)
+            if asks_for_lasts(batch, _FEWEST_OTHERS):
+                lasts = inputs.device_rows.cu_seqlens[1:] - 1
+                inputs.lasts = LastTokens(lasts, self.forward.backend.plan_lasts(inputs.rows))
+            stream = self.forward(inputs.token_ids, positions, slots, plan, on_layer, override, inputs.lasts)
         return inputs, decision, stream
 
     def _positions(self, rows: Sequence[BatchRow], inputs: DeviceStepInputs) -> torch.Tensor:
@@ -404,8 +421,9 @@ class DeviceSteps:
     def _check_lasts(self, stream: DeviceStream, inputs: DeviceStepInputs) -> None:
         """Whether the last hidden state of each row is finite. Every token of a chunk reaches its last one through
         attention, so KV that is not finite shows there, before its blocks enter the prefix cache."""
-        lasts = inputs.device_rows.cu_seqlens[1:] - 1
-        self._finite.send(torch.isfinite(stream.rows(lasts).hidden()).all(dim=-1))
+        if inputs.lasts is None:
+            stream = stream.rows(inputs.device_rows.cu_seqlens[1:] - 1)
+        self._finite.send(torch.isfinite(stream.hidden()).all(dim=-1))
 
     # -- results --------------------------------------------------------------------------------------------
 

@@ -21,6 +21,13 @@ class StepInputs:
     sampled_tokens: torch.Tensor | None  # [sampled rows] index of their last token; None: all tokens, in order
 
 
+def asks_for_lasts(batch: StepBatch, fewest: int) -> bool:
+    """Whether the last token of every row is all that is asked for of the stream, and at least `fewest` others are
+    there to be left out. The same on every rank."""
+    others = sum(len(row.token_ids) for row in batch.rows) - len(batch.rows)
+    return others >= fewest and all(row.prompt_logprobs_from < 0 for row in batch.rows)
+
+
 def check_batch(batch: StepBatch, block_size: int, num_blocks: int) -> None:
     """Raises ValueError for a batch that would read or write outside its blocks."""
     for row in batch.rows:

@@ -25,13 +25,13 @@ from engine.memory import DeviceMemory
 from engine.messages import CapturedGraphs, KvGroupInfo, PromptLogprob, SamplingParams
 from engine.models.config import load_config, resolve_dtype
 from engine.models.families import load_model
-from engine.models.step import ForwardStep
+from engine.models.step import ForwardStep, LastTokens
 from engine.parallel.communicator import Communicator, single
 from engine.parallel.shards import shard_of
 from engine.runner.batch import BatchRow, PrefillReplay, RowResult, StepBatch, StepResult
 from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.graph_session import CaptureSession
-from engine.runner.inputs import StepInputs, build_inputs, check_batch
+from engine.runner.inputs import StepInputs, asks_for_lasts, build_inputs, check_batch
 from engine.runner.position_ids import position_ids_of
 from engine.runner.prefill_graph.decision import Decision
 from engine.sampling import SamplingRow, prompt_logprobs, sample
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from engine.runner.prefill_graph.scratch import ScratchBlocks
 
 FULL_GROUP = "full"  # tag of the one cache group of today's models
+_FEWEST_OTHERS = 32  # tokens besides the last ones from which the last layer leaves them out
 _PROMPT_LOGPROB_ROWS = 64  # logits made at a time for prompt log-probabilities, to bound their memory
 # Stands in the rows of a rank that follows, where rank 0 has what it samples by
 _ELSEWHERE = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0, (), (), ())
@@ -296,11 +297,11 @@ class ModelRunner:
         inputs = build_inputs(batch, self.device, self.config.rope.axes)
         filling = self._masks.begin(batch.rows)
         try:
-            hidden = self.forward(batch, inputs, on_layer)
+            lasts = self._lasts(batch, inputs)
+            hidden = self.forward(batch, inputs, on_layer, lasts)
             logits = None
             if inputs.sampled_rows:
-                last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-                logits = self.model.logits(last)
+                logits = self.model.logits(_sampled(hidden, inputs, lasts))
         finally:
             if filling is not None:
                 filling.result()
@@ -314,7 +315,7 @@ class ModelRunner:
                 results[index].failure = token.failure
                 results[index].logprob = token.logprob
                 results[index].top_logprobs = token.top_logprobs
-        self._check_chunks(batch, inputs, hidden, results)
+        self._check_chunks(batch, inputs, hidden, lasts, results)
         self._wipe_failed(batch, results)
         self._add_prompt_logprobs(batch, inputs.first_token, hidden, results)
         return StepResult(
@@ -351,10 +352,10 @@ class ModelRunner:
             hidden, first_token = self.device_steps.follow(batch, self._layer_hook(on_layer))
         else:
             inputs = build_inputs(batch, self.device, self.config.rope.axes)
-            hidden, first_token = self.forward(batch, inputs, on_layer), inputs.first_token
+            lasts = self._lasts(batch, inputs)
+            hidden, first_token = self.forward(batch, inputs, on_layer, lasts), inputs.first_token
             if inputs.sampled_rows:
-                last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-                self.model.logits(last)
+                self.model.logits(_sampled(hidden, inputs, lasts))
         for row, first in zip(batch.rows, first_token, strict=True):
             if row.prompt_logprobs_from >= 0:
                 assert hidden is not None  # a decode graph takes no such rows
@@ -419,9 +420,14 @@ class ModelRunner:
                     pass  # the other ranks do not know of the failure, and take part
 
     def forward(
-        self, batch: StepBatch, inputs: StepInputs, on_layer: Callable[[str, int], None] | None = None
+        self,
+        batch: StepBatch,
+        inputs: StepInputs,
+        on_layer: Callable[[str, int], None] | None = None,
+        lasts: LastTokens | None = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of the batch, before the final norm; KV is written on the way."""
+        """Hidden states [tokens, hidden] of the batch, before the final norm; with `lasts` theirs, [rows, hidden].
+        KV is written on the way."""
         check_batch(batch, self.block_size, self.num_blocks)
         cos, sin = self.model.rotary.angles(inputs.positions)
         step = ForwardStep(
@@ -432,26 +438,41 @@ class ModelRunner:
             sin=sin,
             slots=None,
             on_layer=self._layer_hook(on_layer),
+            lasts=lasts,
             override=self._override(batch, inputs) if any(row.embeddings for row in batch.rows) else None,
         )
         return self.model.forward(inputs.token_ids, step).hidden()
+
+    def _lasts(self, batch: StepBatch, inputs: StepInputs) -> LastTokens | None:
+        if not asks_for_lasts(batch, _FEWEST_OTHERS):
+            return None
+        return LastTokens(torch.tensor(inputs.rows.lengths).cumsum(0) - 1, self.backend.plan_lasts(inputs.rows))
 
     def _override(self, batch: StepBatch, inputs: StepInputs) -> Override | None:
         placed = [(first, row.embeddings) for first, row in zip(inputs.first_token, batch.rows, strict=True)]
         return override_of(placed, len(inputs.token_ids), self.config.hidden_size, self.device)
 
     @staticmethod
-    def _check_chunks(batch: StepBatch, inputs: StepInputs, hidden: torch.Tensor, results: Sequence[RowResult]) -> None:
+    def _check_chunks(
+        batch: StepBatch,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        lasts: LastTokens | None,
+        results: Sequence[RowResult],
+    ) -> None:
         """Fails the rows without logits whose last hidden state is not finite.
 
         Every token of a chunk reaches its last one through attention, so KV that is not finite shows there, before
-        its blocks enter the prefix cache. hidden: [tokens, hidden].
+        its blocks enter the prefix cache. hidden: [tokens, hidden], or [rows, hidden] with `lasts`.
         """
         chunks = [i for i, row in enumerate(batch.rows) if not row.sample]
         if not chunks:
             return
-        lasts = [inputs.first_token[i] + len(batch.rows[i].token_ids) - 1 for i in chunks]
-        finite = torch.isfinite(hidden[lasts]).all(dim=-1).tolist()
+        if lasts is None:
+            hidden = hidden[[inputs.first_token[i] + len(batch.rows[i].token_ids) - 1 for i in chunks]]
+        else:
+            hidden = hidden[chunks]
+        finite = torch.isfinite(hidden).all(dim=-1).tolist()
         for i, usable in zip(chunks, finite, strict=True):
             if not usable:
                 results[i].failure = BatonError(
@@ -486,3 +507,10 @@ class ModelRunner:
             if self.communicator.size > 1:
                 self.communicator.wait_device()
             yield begin, logits
+
+
+def _sampled(hidden: torch.Tensor, inputs: StepInputs, lasts: LastTokens | None) -> torch.Tensor:
+    """[sampled rows, hidden] out of [tokens, hidden], or out of the [rows, hidden] of `lasts`."""
+    if lasts is not None:
+        return hidden if len(inputs.sampled_rows) == len(hidden) else hidden[inputs.sampled_rows]
+    return hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
