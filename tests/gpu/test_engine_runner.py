@@ -15,6 +15,7 @@ from bench.gpu.shapes import write_folder
 from engine.attention.table import Measurement, Table
 from engine.loader.checkpoint import DummyCheckpoint
 from engine.messages import SamplingParams
+from engine.runner import device_steps
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_status import DecodeGraphStatus
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
@@ -138,6 +139,40 @@ def test_greedy_tokens_when_float32_then_equal_transformers(name: str, graphs: b
     found = generate(runner, prompts, count=12, chunk=20)
     for prompt, tokens in zip(prompts, found, strict=True):
         assert tokens == reference_tokens(reference_model(name), prompt, 12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["llama-rope-llama3", "mistral-window", "qwen3"])
+def test_long_prompts_when_the_last_layer_is_for_last_tokens_alone_then_logits_are_those_of_the_whole_pass(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+) -> None:
+    """A decode row, a chunk, the end of a prompt and a whole one, more tokens than a step leaves out at the least."""
+    if (name, backend) == ("mistral-window", "flashinfer"):
+        pytest.skip("FlashInfer is not used with windows")
+    size = 64 if backend == "flashinfer" else BLOCK
+    tables = [list(range(1 + 24 * row, 1 + 24 * (row + 1))) for row in range(4)]
+    texts = [random_prompt(length, seed=length) for length in (1, 200, 190, 230)]
+    starts = [100, 128, 40, 0]
+    rows = [
+        BatchRow("chunk", texts[1], starts[1], tables[1], False)
+        if row == 1
+        else sampled(str(row), texts[row], starts[row], tables[row])
+        for row in range(4)
+    ]
+    logits = []
+    for fewest in (512, 1 << 30):
+        monkeypatch.setattr(device_steps, "_FEWEST_OTHERS", fewest)
+        runner = new_runner(tiny_model(name), "float32", backend, max_num_batched_tokens=1024, blocks=100)
+        generator = torch.Generator("cuda").manual_seed(5)
+        for pool in runner.kv_layers[FULL_GROUP]:
+            pool[1:].normal_(generator=generator)
+        assert size == runner.block_size
+        results = runner.execute(StepBatch(rows)).rows
+        assert [result.failure for result in results] == [None] * 4
+        assert [result.token_id is None for result in results] == [False, True, False, False]
+        assert runner.device_steps is not None
+        logits.append(runner.device_steps.logits[:3].clone())
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
