@@ -112,6 +112,7 @@ def test_kill_when_a_second_server_exists_then_every_answer_is_complete_and_righ
     assert_serves(two_pairs, f"after {role} {part}")
 
 
+@pytest.mark.extended
 def test_h1_kill_when_two_of_three_decode_servers_die_then_the_third_one_serves_everything_later(
     two_pairs: Cluster,
 ) -> None:
@@ -191,6 +192,7 @@ def test_kill_when_the_prefill_server_dies_after_its_part_then_the_answer_goes_o
     wait_workers_ready(one_pair)
 
 
+@pytest.mark.extended
 def test_kill_when_the_decode_server_may_compute_prompts_then_it_answers_alone(one_pair: Cluster) -> None:
     assert one_pair.decode[0].terminate() == 0
     one_pair.restart(one_pair.decode[0], ["--allow-local-prefill"])

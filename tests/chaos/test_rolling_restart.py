@@ -69,6 +69,7 @@ class Load:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.extended
 def test_rolling_restart_when_clients_stream_all_the_time_then_every_answer_is_complete_and_right() -> None:
     cases()
     flags = (*FLAGS, "--drain-timeout-secs", "60")

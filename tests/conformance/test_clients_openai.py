@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from protos import common_pb2, generation_pb2
@@ -15,6 +14,8 @@ from tests.conformance import refusals
 from tests.conformance.live_cluster import API_KEY, CONTEXT, KEY_METADATA, MAX_BODY, MODEL, PROMPT, Live, frozen
 from tests.integration.cluster import wait_for
 from tests.unit.engine.tiny_models import VOCAB_SIZE
+
+openai = pytest.importorskip("openai", reason="the official client asks")
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}

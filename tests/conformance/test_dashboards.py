@@ -19,6 +19,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cache_store.nixl_agent import installed as nixl_installed
 from deploy.grafana.boards import BOARDS
 from rpc.metric_families import families_of
 from tests.conformance import mixed_requests
@@ -175,6 +176,8 @@ UNTOLD = {"model_name", "rank", "group", "transport", "le", "version", "revision
           "kv_cache_dtype", "block_size", "tp_size", "attention_backend", "kv_transport"}  # fmt: skip
 OPEN = {"method", "route", "worker", "policy"}
 SOMETIMES = {"baton_event_loop_lag_seconds"}  # booked by the clock, not by requests
+if not nixl_installed():
+    SOMETIMES.add("baton_kv_transport_fallbacks_total reason=absent")
 
 
 def told(process: ServerProcess) -> set[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import openai
 import pytest
 
 from router.answer import derive_seed
 from rpc.errors import BatonError, ErrorCode
 from tests.conformance.http_router import ANSWER, MODEL, RunningRouter, running_router
 from tests.unit.router.scripted_serving import answering
+
+openai = pytest.importorskip("openai", reason="the official client asks")
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

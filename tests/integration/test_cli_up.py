@@ -233,6 +233,7 @@ def test_up_when_the_folder_of_the_logs_is_missing_then_said_before_anything_sta
         assert "--access-log-dir" in up.text and "no such folder" in up.text
 
 
+@pytest.mark.extended
 def test_up_when_a_server_is_killed_then_it_runs_again_on_its_ports(cluster: Up) -> None:
     base_url = cluster.base_url()
     before = wait_for("four servers", lambda: four_ready(base_url), 20, 0.2)
@@ -269,6 +270,7 @@ def test_up_when_terminated_while_starting_then_it_stops_at_once_and_leaves_noth
         none_exist(started, 5)
 
 
+@pytest.mark.extended
 def test_up_when_killed_then_its_servers_end_by_themselves(model: Path) -> None:
     with running(model, "--prefill-servers", "0") as up:
         assert chat(up.base_url()).baton["path"] == "colocated"

@@ -20,8 +20,13 @@ DAMAGED = 'raise ImportError("libxgrammar_bindings.so: wrong ELF class")\n'
 def start(module: str, flags: tuple[str, ...], backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A process with the package of `folder` in front of the installed one, until it ends."""
     command = [sys.executable, "-m", module, "--model", str(tiny_model("llama")), *flags, "--grammar-backend", backend]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": in_front(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def in_front(folder: Path) -> str:
+    """PYTHONPATH with the folder before what is there."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def package(folder: Path, source: str) -> Path:
@@ -54,7 +59,7 @@ def test_start_when_the_library_has_a_programming_error_then_it_is_told_as_one(t
 
 def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_alike(tmp_path: Path) -> None:
     """Off, the library is not even looked at: this one is damaged. A server that is off refuses by itself."""
-    off = {"PYTHONPATH": str(package(tmp_path, DAMAGED))}
+    off = {"PYTHONPATH": in_front(package(tmp_path, DAMAGED))}
     none, on = ("--grammar-backend", "none"), ("--grammar-backend", "xgrammar")
     with (
         Cluster(

@@ -34,7 +34,7 @@ class Case:
 
 
 CASES = [
-    Case("not_requested", [], {}),
+    extended(Case("not_requested", [], {}), id="not_requested"),
     extended(Case("feature_disabled", GRAPHS, {}), id="feature_disabled"),
     extended(Case("unsupported_backend", [*GRAPHS, "--enable-cuda-graph"], {}), id="unsupported_backend"),
     Case("replayed", [*INTERPRETED, "--prefill-cuda-graph-strict"], {"TRITON_INTERPRET": "1"}),
@@ -65,7 +65,7 @@ def events(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices", [1, extended(2)])
 def test_http_when_answered_then_header_and_object_have_the_status(running, choices):
     cluster, status = running
     answer = httpx.post(f"http://{cluster.router.http}/v1/completions", json=body(n=choices), timeout=60)
@@ -75,7 +75,7 @@ def test_http_when_answered_then_header_and_object_have_the_status(running, choi
     assert answer.json()["baton"]["path"] == ("pd" if choices == 1 else "colocated")
 
 
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices", [extended(1), 2])
 def test_http_when_streamed_then_header_and_last_chunk_have_the_status(running, choices):
     cluster, status = running
     url = f"http://{cluster.router.http}/v1/completions"

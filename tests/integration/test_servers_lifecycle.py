@@ -71,7 +71,7 @@ def local_stream(client: Client, request: common_pb2.GenerateInput) -> EventRead
     return reader
 
 
-@pytest.mark.parametrize("module", ["prefill_server", "decode_server"])
+@pytest.mark.parametrize("module", [extended("prefill_server"), "decode_server"])
 def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seconds(module: str) -> None:
     port, http = free_port(), free_port()
     folder = tiny_model("llama")
@@ -118,9 +118,9 @@ def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_s
     ("flags", "named"),
     [
         (["--model", "/nowhere"], "--model"),
-        (["--max-model-len", "0"], "--max-model-len"),
-        (["--kv-checksum", "perhaps"], "--kv-checksum"),
-        (["--no-such-flag", "1"], "--no-such-flag"),
+        extended(["--max-model-len", "0"], "--max-model-len"),
+        extended(["--kv-checksum", "perhaps"], "--kv-checksum"),
+        extended(["--no-such-flag", "1"], "--no-such-flag"),
         (["--host", "0.0.0.0"], "--advertise-host"),
         (["--kv-cache-dtype", "bfloat16"], "--kv-cache-dtype"),
         (["--max-num-seqs", "100", "--max-num-batched-tokens", "10"], "--max-num-batched-tokens"),
@@ -136,7 +136,7 @@ def test_start_when_a_setting_cannot_work_then_one_line_names_it(flags: list[str
     assert ended.stdout == ""
 
 
-@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--cache-store-port"])
+@pytest.mark.parametrize("flag", [extended("--port"), "--metrics-port", "--cache-store-port"])
 def test_start_when_a_port_is_taken_then_one_line_names_flag_and_port(flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -151,6 +151,7 @@ def test_start_when_a_port_is_taken_then_one_line_names_flag_and_port(flag: str)
     assert flag in lines[0]
 
 
+@pytest.mark.extended
 def test_start_when_the_weights_are_broken_then_one_line_names_the_cause(tmp_path: Path) -> None:
     source = tiny_model("llama")
     for file in source.iterdir():
@@ -165,6 +166,7 @@ def test_start_when_the_weights_are_broken_then_one_line_names_the_cause(tmp_pat
     assert weights.name in lines[0]
 
 
+@pytest.mark.extended
 def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(alone: Cluster) -> None:
     [decode] = alone.decode
     engine = decode.engine_pid
@@ -191,6 +193,7 @@ def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(
         assert decode.wait() == 0
 
 
+@pytest.mark.extended
 def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are_served() -> None:
     flags = [*NAME, "--drain-grace-secs", "1.5"]
     with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=flags) as cluster:
@@ -241,6 +244,7 @@ def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released() -> Non
             assert prefill.wait() == 0
 
 
+@pytest.mark.extended
 def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> None:
     flags = [*NAME, "--kv-lease-seconds", "1"]
     with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags) as cluster:
@@ -308,12 +312,14 @@ def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_
     assert [line["code"] for line in access] == ["ENGINE_DEAD"]
 
 
+@pytest.mark.extended
 def test_front_when_killed_then_its_engine_goes_too(decode: ServerProcess) -> None:
     engine = decode.engine_pid
     decode.kill()
     wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
 
 
+@pytest.mark.extended
 def test_start_when_the_ports_of_a_stopped_server_are_reused_then_it_is_a_new_engine() -> None:
     with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as cluster:
         old = cluster.decode[0]

@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
+import pytest
+
+from tests.integration.cluster import wait_for
+
+pytest.importorskip("opentelemetry.proto", reason="the collector speaks OTLP")
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
-
-from tests.integration.cluster import wait_for
 
 KINDS = {
     trace_pb2.Span.SPAN_KIND_SERVER: "server",

@@ -17,6 +17,7 @@ import pytest_asyncio
 from engine.client import EngineClient, EngineConfig, RequestStream, socket_folder
 from engine.messages import AddRequest, FinishReason, RequestOutput, RunMode, SamplingParams
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extended
 from tests.unit.engine.tiny_models import tiny_model
 
 START_S = 60.0
@@ -289,7 +290,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("loop", [[], ["uvloop"]])
+@pytest.mark.parametrize("loop", [extended([]), ["uvloop"]])
 async def test_front_when_it_is_killed_then_its_engine_dies_with_it_and_leaves_nothing(loop):
     before = socket_folders()
     front = await asyncio.create_subprocess_exec(

@@ -26,6 +26,7 @@ from kernels import jit, small_gemm_table
 from kernels.metadata import DecodeLayout, PrefillLayout
 from kernels.small_gemm import Config
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extended
 from tests.unit.engine.real_engine import RealEngine
 from tests.unit.engine.test_runner import generate, greedy, random_prompt, sampled
 from tests.unit.engine.tiny_models import tiny_model
@@ -86,7 +87,9 @@ def params(**fields: Any) -> SamplingRow:
     return SamplingRow(SamplingParams(max_tokens=9, **fields), 3, (1, 2, 3), [4, 5, 4], ())
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "mistral-window", "qwen3", "llama-rope-yarn"])
+@pytest.mark.parametrize(
+    "name", [extended("llama-bias"), "mistral-window", "qwen3", extended("llama-rope-yarn")]
+)
 def test_greedy_tokens_and_kv_when_computed_by_the_device_path_then_equal_the_cpus(name: str) -> None:
     host, device = new_runner(name, "torch"), new_runner(name, "triton")
     assert device.device_steps is not None
@@ -134,7 +137,7 @@ def test_mixed_step_when_rows_decode_and_prefill_then_results_equal_the_cpus() -
     assert results[1].decode_status == DecodeGraphStatus.PREFILL_INPUT
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [extended(1), extended(2), 3])
 def test_decode_graph_when_the_batch_is_padded_then_results_are_those_of_an_eager_step(rows: int) -> None:
     graphs, eager = graph_runner(), new_runner("llama", "triton")
     blocks = list(range(1, 1 + 2 * rows))
@@ -424,6 +427,7 @@ def test_largest_step_when_run_to_measure_memory_then_no_block_is_written_and_po
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_engine_when_its_decode_steps_are_replayed_then_they_are_counted_and_tokens_are_the_cpus() -> None:
     options = {"max_num_seqs": 2, "num_kv_blocks": 16, "max_model_len": 64, "max_num_batched_tokens": 32}
     found = {}

@@ -66,6 +66,7 @@ def compiled() -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_configurations_of_the_table_when_compiled_for_hopper_then_fit_it(compiled: list[dict[str, object]]) -> None:
     assert len(compiled) > 10
     for kernel in compiled:
@@ -77,6 +78,7 @@ def test_configurations_of_the_table_when_compiled_for_hopper_then_fit_it(compil
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_configurations_with_dependent_launch_when_compiled_then_wait_and_one_row_reads_ahead(
     compiled: list[dict[str, object]],
 ) -> None:
