@@ -87,9 +87,7 @@ def params(**fields: Any) -> SamplingRow:
     return SamplingRow(SamplingParams(max_tokens=9, **fields), 3, (1, 2, 3), [4, 5, 4], ())
 
 
-@pytest.mark.parametrize(
-    "name", [extended("llama-bias"), "mistral-window", "qwen3", extended("llama-rope-yarn")]
-)
+@pytest.mark.parametrize("name", [extended("llama-bias"), "mistral-window", "qwen3", extended("llama-rope-yarn")])
 def test_greedy_tokens_and_kv_when_computed_by_the_device_path_then_equal_the_cpus(name: str) -> None:
     host, device = new_runner(name, "torch"), new_runner(name, "triton")
     assert device.device_steps is not None
