@@ -7,8 +7,9 @@ at 4.27 TB/s. Everything here serves one end: always enough loads under way, eac
 
 * The query heads that share a key head are the rows of one matrix product (padded to 16, the least that tensor cores
   take), so a key or value is read once for all of them.
-* A row is cut into at most `splits` pieces of whole tiles. The cut is a function of the row's own length and of the
-  configuration, and each piece has sums of its own, so a row's result does not depend on its neighbours.
+* A row is cut into at most `splits` pieces of whole tiles (kernels.decode_spans). The cut is a function of the row's
+  own length and of the configuration, and each piece has sums of its own, so a row's result does not depend on its
+  neighbours.
 * The grid is as many programs as the device holds at a time, whatever the lengths, so it is the same in every replay of
   a captured graph. The programs take turns at spans of successive pieces of one row and key head. A span is as long as
   an even share of all tiles allows, for each begins with nothing under way: at the end of a piece the sums go to the
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.decode_spans import place_span, plan_spans
 from kernels.jit import jit, pdl_options, tl
 from kernels.paged_kv import described, dot, multiprocessors, next_power
 
@@ -131,17 +133,6 @@ def reference(
 
 
 @jit
-def _pieces(length, most_pieces, least_tiles, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """First tile, end of tiles, tiles of a piece, and pieces (at least one) of rows of these lengths."""
-    first = length * 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // TILE
-    last = (length + TILE - 1) // TILE
-    size = tl.maximum((last - first + most_pieces - 1) // most_pieces, least_tiles)
-    return first, last, size, tl.maximum((last - first + size - 1) // size, 1)
-
-
-@jit
 def _attend_tile(
     q,
     k,
@@ -164,78 +155,6 @@ def _attend_tile(
     shrink = tl.exp2(top - new_top)[:, None]
     acc = dot(fresh.to(v.dtype), v, acc * shrink, PRECISION)
     return new_top, weights * shrink + fresh, acc
-
-
-@jit
-def _span(size, count, target):
-    """Pieces of a span, for rows of `count` pieces of `size` tiles: evenly, and so that it has about `target` tiles."""
-    pieces = tl.maximum((target + size - 1) // size, 1)
-    spans = (count + pieces - 1) // pieces
-    return (count + spans - 1) // spans
-
-
-@jit
-def _plan(
-    kv_lens,
-    rows,
-    most_pieces,
-    least_tiles,
-    shares,
-    KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    CACHE: tl.constexpr,
-):
-    """Ends of the rows' spans among all spans of a key head, tiles of a span, and spans of all key heads."""
-    if ROWS_PAD == 1:
-        lens = tl.load(kv_lens, cache_modifier=CACHE)
-        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-        target = ((lasts - firsts) * KV_HEADS + shares - 1) // shares
-        pieces = _span(sizes, counts, target)
-        ends = (counts + pieces - 1) // pieces
-        return ends, target, ends * KV_HEADS
-    else:
-        ids = tl.arange(0, ROWS_PAD)
-        lens = tl.load(kv_lens + ids, mask=ids < rows, other=0, cache_modifier=CACHE)
-        firsts, lasts, sizes, counts = _pieces(lens, most_pieces, least_tiles, TILE, WINDOW)
-        target = (tl.sum(lasts - firsts, 0) * KV_HEADS + shares - 1) // shares
-        pieces = _span(sizes, counts, target)
-        ends = tl.cumsum(tl.where(ids < rows, (counts + pieces - 1) // pieces, 0), 0)
-        return ends, target, tl.max(ends, 0) * KV_HEADS
-
-
-@jit
-def _place(
-    item,
-    ends,
-    target,
-    kv_lens,
-    rows,
-    most_pieces,
-    least_tiles,
-    KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    CACHE: tl.constexpr,
-):
-    """A span: its row and key head, the row's tokens, tiles of a piece and pieces, the span's first piece and how many
-    pieces it has, and its tiles' begin and end."""
-    unit = item // KV_HEADS
-    if ROWS_PAD == 1:
-        row = item * 0
-        span = unit
-    else:
-        row = tl.minimum(tl.sum((ends <= unit).to(tl.int32), 0), rows - 1)
-        span = unit - tl.max(tl.where(ends <= unit, ends, 0), 0)
-    length = tl.load(kv_lens + row, cache_modifier=CACHE)
-    first, last, size, count = _pieces(length, most_pieces, least_tiles, TILE, WINDOW)
-    pieces = _span(size, count, target)
-    piece = span * pieces
-    pieces = tl.minimum(pieces, count - piece)
-    begin = first + piece * size
-    return row, item % KV_HEADS, length, size, count, piece, pieces, begin, tl.minimum(begin + pieces * size, last)
 
 
 @jit
@@ -340,11 +259,11 @@ def _decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             # While the kernel before is at work. Lengths and tables may still be the last step's, then it is in vain
-            ends, target, items = _plan(
+            ends, target, items = plan_spans(
                 kv_lens, rows, most_pieces, least_tiles, shares, KV_HEADS, TILE, WINDOW, ROWS_PAD, ".cg"
             )
             if program < items:
-                row, head, length, size, count, piece, pieces, begin, end = _place(
+                row, head, length, size, count, piece, pieces, begin, end = place_span(
                     program,
                     ends,
                     target,
@@ -375,13 +294,15 @@ def _decode_kernel(
                     PREFETCH,
                 )
         tl.extra.cuda.gdc_wait()
-    ends, target, items = _plan(kv_lens, rows, most_pieces, least_tiles, shares, KV_HEADS, TILE, WINDOW, ROWS_PAD, "")
+    ends, target, items = plan_spans(
+        kv_lens, rows, most_pieces, least_tiles, shares, KV_HEADS, TILE, WINDOW, ROWS_PAD, ""
+    )
     g = tl.arange(0, M)
     d = tl.arange(0, DIM_PAD)
     h = tl.arange(0, DIM_PAD // 2)
     lanes = tl.arange(0, TILE)
     for item in range(program, items, programs):
-        row, head, length, size, count, piece, pieces, begin, end = _place(
+        row, head, length, size, count, piece, pieces, begin, end = place_span(
             item, ends, target, kv_lens, rows, most_pieces, least_tiles, KV_HEADS, TILE, WINDOW, ROWS_PAD, ""
         )
         row64 = row.to(tl.int64)
@@ -446,7 +367,7 @@ def _decode_kernel(
         if PREFETCH > 0:  # noqa: SIM102 - a choice of the compiler, and one of the kernel
             if item + programs < items:
                 # While the sums are stored and added up
-                next_row, next_head, _l, _s, _c, _p, _n, next_begin, next_end = _place(
+                next_row, next_head, _l, _s, _c, _p, _n, next_begin, next_end = place_span(
                     item + programs,
                     ends,
                     target,

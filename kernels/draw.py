@@ -13,10 +13,8 @@ the tokens are those of the host where the exponentials are (see kernels.exponen
 Nothing is sorted. What a row keeps is {rank above a threshold}, found in three readings of the logits:
 
 1. `largest` (kernels.sampling): the peak.
-2. `_bins_kernel`: how many tokens fall into each of 128 bins of (peak - x) / temperature, from the peak to where
-   weights round to 0. Counts locate the k-th token to one bin. A bin's tokens weigh the same within 20 %, so counts
-   also bound every cumulative weight from both sides, and locate the end of top-p to a few bins: the region. Only if
-   more than 2,048 tokens lie in it (flat distributions) a second launch divides the region in the same way.
+2. `find_regions` (kernels.draw_region): the region in which the selection ends, from counts of the tokens at about the
+   same distance below the peak.
 3. `_masses_kernel`: the exact weight of each block of tokens before the region, and a list of the tokens in it.
 
 Then `_draw_kernel`, one program per row, bisects the threshold over the list, draws, and reads the one block of logits
@@ -34,184 +32,20 @@ none depends on anything that the host would have to wait for.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from kernels import exponential as exponentials
-from kernels.exponential import exponential
+from kernels.draw_region import find_regions
+from kernels.draw_weights import BEYOND_ALL, one_for, positions_of, scale_for, temperature_of, weights_of
 from kernels.jit import jit, pdl_options, tl, triton
-from kernels.sampling import DRAWN, ROW_WORDS, SELECTS, Scratch, key_value, last_to_arrive, order_key
-
-BINS = 128
-_EXACT_BITS = 53
+from kernels.sampling import DRAWN, ROW_WORDS, SELECTS, Scratch, key_value, order_key
 
 _WORDS = tl.constexpr(ROW_WORDS)
 _DRAWN, _SELECTS = tl.constexpr(DRAWN), tl.constexpr(SELECTS)
-_BINS = tl.constexpr(BINS)
-_BIN_SHIFT = tl.constexpr(24)  # 128 bins of 2**24 positions
-_LAST_POSITION = tl.constexpr(2147483520.0)  # largest float32 number below 2**31
-_ALL = tl.constexpr(0x7FFFFFFF)
 _LEAST_KEY = tl.constexpr(-0x7FFFFFFF)  # one above the key of lanes without a token
+_MOST_KEY = tl.constexpr(0x7FFFFFFF)
 _NO_KEY = tl.constexpr(-0x80000000)
-_WHOLE = tl.constexpr(2.0**23)  # float32 numbers from here on are whole
-_SMALLEST_TEMPERATURE = tl.constexpr(1e-30)
-_SLACK = tl.constexpr(1e-4)  # relative; covers the rounding of positions and of a bin's edges
-_TINY = tl.constexpr(2.0**-40)  # relative to the total; covers rounding in sums of bounds
 _UNIFORM = tl.constexpr(2.0**-52)
-
-
-def one_for(vocab: int) -> float:
-    """Weight of the likeliest token: the power of two with which the sum of all weights stays within 2**53."""
-    return 2.0 ** (_EXACT_BITS - (vocab - 1).bit_length())
-
-
-def _scale_for(vocab: int) -> float:
-    """Positions per nat of (peak - x) / temperature, so that weights are 0 before positions reach 2**31."""
-    return 2.0**31 / (math.log(2.0 * one_for(vocab)) + 0.1)
-
-
-@jit
-def _weights(x, peak, temperature, least, ONE: tl.constexpr):
-    """int64 weights of float32 logits. Half-way cases go to the even neighbour, as the addition of 2**23 does."""
-    raised = exponential(tl.div_rn(x - peak, temperature)) * ONE
-    whole = tl.where(raised < _WHOLE, (raised + _WHOLE) - _WHOLE, raised).to(tl.int64)
-    return tl.where(whole < least, 0, whole)
-
-
-@jit
-def _positions(x, peak, temperature, SCALE: tl.constexpr):
-    """Distances below the peak as int32 numbers, which fall as logits rise, and whether a weight can be above 0."""
-    distance = (peak - x) * tl.div_rn(temperature * 0.0 + SCALE, temperature)
-    return tl.minimum(distance, _LAST_POSITION).to(tl.int32), distance < _LAST_POSITION
-
-
-@jit
-def _temperature(row_params, row):
-    value = tl.load(row_params + row * _WORDS + 1).to(tl.float64, bitcast=True).to(tl.float32)
-    return tl.maximum(value, _SMALLEST_TEMPERATURE)
-
-
-@jit
-def _region(counts, base, shift, head_count, head_mass, tail_mass, top_k, top_p, least, ONE, SCALE):
-    """Where a row's selection ends: first and last bin, and how many tokens are before them and in them.
-
-    counts: int32 [BINS]. head_*: tokens before bin 0; tail_mass: weight behind the last bin. Returns also whether the
-    selection ends at all before weights are 0.
-    """
-    bins = tl.arange(0, _BINS)
-    through = tl.cumsum(counts, axis=0).to(tl.int64)  # tokens in this bin and those before
-    total_count = tl.sum(counts, axis=0).to(tl.int64)
-    left = top_k - head_count
-    limited = left <= total_count
-    kept = tl.where(limited, tl.minimum(tl.maximum(left - through + counts, 0), counts.to(tl.int64)), counts)
-    width = (tl.full([], 1, tl.int64) << shift).to(tl.float64) / SCALE
-    near = (base + (bins.to(tl.int64) << shift)).to(tl.float64) / SCALE
-    largest = ONE * exponential(-near.to(tl.float32)).to(tl.float64) * (1.0 + _SLACK) + 1.0
-    smallest = ONE * exponential(-(near + width).to(tl.float32)).to(tl.float64) * (1.0 - _SLACK) - 1.0
-    most = tl.where(largest < least, 0.0, largest) * kept.to(tl.float64)
-    fewest = tl.where((smallest < least) | (smallest < 0.0), 0.0, smallest) * kept.to(tl.float64)
-    head = head_mass.to(tl.float64)
-    tail = tl.where(limited, 0.0, tail_mass.to(tl.float64))
-    unsure = (head + tl.sum(most, axis=0) + tail) * _TINY
-    behind_most = tl.cumsum(most, axis=0, reverse=True) - most + tail + unsure
-    behind_fewest = tl.cumsum(fewest, axis=0, reverse=True) - fewest + tail - unsure
-    before_most = head + tl.cumsum(most, axis=0) + unsure
-    before_fewest = head + tl.cumsum(fewest, axis=0) - unsure
-    # Top-p ends in the first bin with mass before >= p (mass before + mass behind).
-    not_yet = (1.0 - top_p) * before_most < top_p * behind_fewest
-    not_surely = (1.0 - top_p) * before_fewest < top_p * behind_most
-    last_k = tl.minimum(tl.sum((through < left).to(tl.int32), axis=0), _BINS - 1)
-    first = tl.minimum(tl.sum(not_yet.to(tl.int32), axis=0), _BINS - 1)
-    last = tl.minimum(tl.sum(not_surely.to(tl.int32), axis=0), _BINS - 1)
-    last = tl.where(limited, last_k, last)
-    first = tl.where(top_p < 1.0, tl.minimum(first, last), last_k)
-    inside = tl.sum(tl.where((bins >= first) & (bins <= last), counts, 0), axis=0).to(tl.int64)
-    before = tl.sum(tl.where(bins < first, counts, 0), axis=0).to(tl.int64) + head_count
-    return first, last, before, inside, limited | (top_p < 1.0)
-
-
-@jit
-def _bins_kernel(
-    logits,
-    row_stride,
-    row_params,
-    flags,
-    peaks,
-    regions,
-    histograms,
-    part_masses,
-    tickets,
-    vocab: tl.constexpr,
-    ONE: tl.constexpr,
-    SCALE: tl.constexpr,
-    SECOND: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    if (tl.load(row_params + row * _WORDS) & _SELECTS) == 0:
-        return
-    if tl.load(flags + row) != 0:
-        return
-    region = regions + row * 4
-    if SECOND:  # noqa: SIM102 - decided when the kernel is compiled
-        if tl.load(region + 3) <= CANDIDATES:
-            return
-    peak = tl.load(peaks + row)
-    temperature = _temperature(row_params, row)
-    least = tl.load(row_params + row * _WORDS + 4)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    position, weighty = _positions(x, peak, temperature, SCALE)
-    cell = row * BLOCKS + block
-    base = tl.full([], 0, tl.int64)
-    shift = tl.full([], _BIN_SHIFT, tl.int32)
-    if SECOND:
-        base = tl.load(region)
-        end = tl.load(region + 1)
-        shift = tl.full([], 0, tl.int32)
-        for bits in tl.static_range(24):
-            shift += (end - base > (_BINS << bits)).to(tl.int32)
-        begin = base.to(tl.int32)
-        end = tl.minimum(end, _ALL).to(tl.int32)
-        mass = _weights(x, peak, temperature, least, ONE)
-        tl.store(part_masses + cell * 2, tl.sum(tl.where(position < begin, mass, 0), axis=0))
-        tl.store(part_masses + cell * 2 + 1, tl.sum(tl.where(position >= end, mass, 0), axis=0))
-        weighty = weighty & (position >= begin) & (position < end)
-        position = position - begin
-    bins = tl.where(weighty, position >> shift, 0)
-    lane = tl.arange(0, _BINS)
-    tl.store(histograms + cell * _BINS + lane, tl.histogram(bins, _BINS, mask=weighty))
-    if last_to_arrive(tickets, row, BLOCKS):
-        part = tl.arange(0, BLOCKS_POW2)
-        there = (part < BLOCKS)[:, None] & (lane >= 0)[None, :]
-        cells = (row * BLOCKS + part)[:, None] * _BINS + lane[None, :]
-        counts = tl.sum(tl.load(histograms + cells, mask=there, other=0, cache_modifier=".cg"), axis=0)
-        head_count = tl.full([], 0, tl.int64)
-        head_mass = tl.full([], 0, tl.int64)
-        tail_mass = tl.full([], 0, tl.int64)
-        if SECOND:
-            head_count = tl.load(region + 2)
-            masses = part_masses + (row * BLOCKS + part) * 2
-            head_mass = tl.sum(tl.load(masses, mask=part < BLOCKS, other=0, cache_modifier=".cg"), axis=0)
-            tail_mass = tl.sum(tl.load(masses + 1, mask=part < BLOCKS, other=0, cache_modifier=".cg"), axis=0)
-        top_k = tl.load(row_params + row * _WORDS + 2)
-        top_p = tl.load(row_params + row * _WORDS + 3).to(tl.float64, bitcast=True)
-        first, last, before, inside, ends = _region(
-            counts, base, shift, head_count, head_mass, tail_mass, top_k, top_p, least, ONE, SCALE
-        )
-        tl.store(region, tl.where(ends, base + (first.to(tl.int64) << shift), _ALL))
-        tl.store(region + 1, tl.where(ends, base + ((last.to(tl.int64) + 1) << shift), _ALL))
-        tl.store(region + 2, before)
-        tl.store(region + 3, tl.where(ends, inside, 0))
 
 
 @jit
@@ -248,7 +82,7 @@ def _tally(
             x = tl.load(row_logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
             reached = (order_key(x) >= least_key) & (ids < vocab)
             count += tl.sum(reached.to(tl.int64), axis=0)
-            mass += tl.sum(tl.where(reached, _weights(x, peak, temperature, least, ONE), 0), axis=0)
+            mass += tl.sum(tl.where(reached, weights_of(x, peak, temperature, least, ONE), 0), axis=0)
     return count, mass
 
 
@@ -378,20 +212,20 @@ def _masses_kernel(
         return
     selects = (what & _SELECTS) != 0
     peak = tl.load(peaks + row)
-    temperature = _temperature(row_params, row)
+    temperature = temperature_of(row_params, row)
     least = tl.load(row_params + row * _WORDS + 4)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    mass = _weights(x, peak, temperature, least, ONE)
+    mass = weights_of(x, peak, temperature, least, ONE)
     at = part_masses + (row * BLOCKS + block) * 2
     total = tl.sum(mass, axis=0)
     tl.store(at + 1, total)
     if selects:
         region = regions + row * 4
-        begin = tl.minimum(tl.load(region), _ALL).to(tl.int32)
-        end = tl.minimum(tl.load(region + 1), _ALL).to(tl.int32)
+        begin = tl.minimum(tl.load(region), BEYOND_ALL).to(tl.int32)
+        end = tl.minimum(tl.load(region + 1), BEYOND_ALL).to(tl.int32)
         inside_count = tl.load(region + 3)
-        position, weighty = _positions(x, peak, temperature, SCALE)
+        position, weighty = positions_of(x, peak, temperature, SCALE)
         tl.store(at, tl.sum(tl.where(position < begin, mass, 0), axis=0))
         near = (weighty & (position >= begin) & (position < end)).to(tl.int32)
         found = tl.sum(near, axis=0)
@@ -435,7 +269,7 @@ def _draw_kernel(
         return
     selects = (what & _SELECTS) != 0
     peak = tl.load(peaks + row)
-    temperature = _temperature(row_params, row)
+    temperature = temperature_of(row_params, row)
     least = tl.load(row_params + row * _WORDS + 4)
     region = regions + row * 4
     inside_count = tl.where(selects, tl.load(region + 3), 0)
@@ -456,14 +290,14 @@ def _draw_kernel(
     near_ids = tl.load(candidate_ids + row * CANDIDATES + near_lane, mask=got, other=0)
     near_x = tl.load(row_logits + near_ids, mask=got, other=float("-inf")).to(tl.float32)
     near_keys = tl.where(got, order_key(near_x), _NO_KEY)
-    near_masses = tl.where(got, _weights(near_x, peak, temperature, least, ONE), 0)
+    near_masses = tl.where(got, weights_of(near_x, peak, temperature, least, ONE), 0)
 
     if inside_count > 0:
         top_k = tl.load(row_params + row * _WORDS + 2)
         top_p = tl.load(row_params + row * _WORDS + 3).to(tl.float64, bitcast=True)
         head_count = tl.load(region + 2)
         head_mass = kept_mass
-        lowest = tl.min(tl.where(got, near_keys, _ALL), axis=0).to(tl.int64)
+        lowest = tl.min(tl.where(got, near_keys, _MOST_KEY), axis=0).to(tl.int64)
         highest = tl.max(near_keys, axis=0).to(tl.int64)
         lowest = tl.where(wide, _LEAST_KEY, lowest)
         highest = tl.where(wide, order_key(peak).to(tl.int64), highest)
@@ -482,7 +316,7 @@ def _draw_kernel(
                 vocab, ONE, BLOCK,
             )  # fmt: skip
             of_equals = top_k - count
-            each = _weights(key_value(end_key.to(tl.int32)), peak, temperature, least, ONE)
+            each = weights_of(key_value(end_key.to(tl.int32)), peak, temperature, least, ONE)
             kept_mass = heavier + of_equals * each
 
         # Top-p: the same, by weight
@@ -495,7 +329,7 @@ def _draw_kernel(
                 near_keys, near_masses, head_count, head_mass, wide, row_logits, peak, temperature, least,
                 vocab, ONE, BLOCK,
             )  # fmt: skip
-            each = _weights(key_value(p_key.to(tl.int32)), peak, temperature, least, ONE)
+            each = weights_of(key_value(p_key.to(tl.int32)), peak, temperature, least, ONE)
             needed = (wanted - heavier + each - 1) // tl.maximum(each, 1)
             of_equals = tl.where(p_key == end_key, tl.minimum(of_equals, needed), needed)
             end_key = p_key
@@ -510,7 +344,7 @@ def _draw_kernel(
             others = begin_block * BLOCK + lane
             x = tl.load(row_logits + others, mask=others < vocab, other=float("-inf")).to(tl.float32)
             kept = _keeps(others, order_key(x), key, end_id)
-            mass = tl.where(kept, _weights(x, peak, temperature, least, ONE), 0)
+            mass = tl.where(kept, weights_of(x, peak, temperature, least, ONE), 0)
             head_masses = tl.where(part == begin_block, tl.sum(mass, axis=0), head_masses)
 
     # The first block whose cumulative weight exceeds the target, and the first token in it
@@ -527,7 +361,7 @@ def _draw_kernel(
     target -= tl.sum(tl.where(near_ids < low * BLOCK, near_masses, 0), axis=0)
     ids = low * BLOCK + lane
     x = tl.load(row_logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    mass = _weights(x, peak, temperature, least, ONE)
+    mass = weights_of(x, peak, temperature, least, ONE)
     mass = tl.where(_keeps(ids, order_key(x), key, end_id), mass, 0)
     token = low * BLOCK + tl.sum((tl.cumsum(mass, axis=0) <= target).to(tl.int32), axis=0)
     tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
@@ -555,7 +389,7 @@ def draw(
     constants = {
         "vocab": vocab,
         "ONE": one_for(vocab),
-        "SCALE": _scale_for(vocab),
+        "SCALE": scale_for(vocab),
         "CANDIDATES": scratch.candidates,
         "BLOCKS": blocks,
         "BLOCKS_POW2": triton.next_power_of_2(blocks),
@@ -566,16 +400,7 @@ def draw(
     }
     common = (logits, logits.stride(0), row_params, flags, scratch.peaks)
     if selects:
-        for second in (False, True):
-            _bins_kernel[grid](
-                *common,
-                scratch.regions,
-                scratch.histograms,
-                scratch.part_masses,
-                scratch.tickets,
-                SECOND=second,
-                **constants,
-            )
+        find_regions(grid, common, scratch, constants)
     selected = (scratch.regions, scratch.part_masses, scratch.candidate_counts, scratch.candidate_ids)
     _masses_kernel[grid](*common, *selected, **constants)
     # A row is one program: with at most 128 registers a thread, two of them share a multiprocessor.

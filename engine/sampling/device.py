@@ -40,6 +40,7 @@ from kernels import draw as draw_kernels
 from kernels import logit_changes
 from kernels import logprobs as logprob_kernels
 from kernels import sampling as sampling_kernels
+from kernels.draw_weights import one_for
 from kernels.logit_changes import ENTRY_WORDS
 from kernels.sampling import ADJUSTED, DRAWN, LOGPROBS_SHIFT, NO_TOP_K, PENALIZED, ROW_WORDS, SELECTS
 
@@ -107,7 +108,7 @@ class DeviceSampler:
         self._cuda = self.device.type == "cuda"
         self._max_rows = max_rows
         self._vocab = vocab
-        self._one = draw_kernels.one_for(vocab)
+        self._one = one_for(vocab)
         self._scratch = scratch or sampling_kernels.scratch_for(max_rows, vocab, self.device)
         self._outcome = torch.zeros(2, max_rows, dtype=torch.int64, device=self.device)
         self.tokens, self.flags = self._outcome[0], self._outcome[1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import draw, exponential, logit_changes, logprobs, sampling, token_mask
+from kernels import draw, draw_weights, exponential, logit_changes, logprobs, sampling, token_mask
 from kernels.jit import jit, tl
 from kernels.sampling import ADJUSTED, DRAWN, LOGPROBS_SHIFT, NO_TOP_K, PENALIZED, ROW_WORDS, SELECTS
 
@@ -39,7 +39,7 @@ def _row_params(rows: int, vocab: int, device: torch.device, logprob_count: int 
     top_k = filters["top_k"] if 0 < filters["top_k"] < vocab else NO_TOP_K
     selects = top_k < vocab or filters["top_p"] < 1.0
     doubles = np.array([np.float32(filters["temperature"]), filters["top_p"]], dtype=np.float64).view(np.int64)
-    least = math.ceil(filters["min_p"] * draw.one_for(vocab))
+    least = math.ceil(filters["min_p"] * draw_weights.one_for(vocab))
     what = DRAWN | (SELECTS if selects else 0) | (logprob_count + 1) << LOGPROBS_SHIFT
     words = [[what, int(doubles[0]), top_k, int(doubles[1]), least, 1000 + i, i, 0, 0, 0] for i in range(rows)]
     return torch.tensor(words, device=device)
