@@ -242,7 +242,7 @@ def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
     before = code_counted(cluster, ErrorCode.GENERATE_TIMEOUT)
     began = time.monotonic()
     error = call_of(client, request_id, DEADLINE_S)
-    assert time.monotonic() - began < DEADLINE_S + 1.0
+    assert time.monotonic() - began < LIMIT_S
     assert error is not None
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert of_call(error).code in (0, int(ErrorCode.GENERATE_TIMEOUT))  # its own clock may be the first

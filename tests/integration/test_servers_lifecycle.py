@@ -30,8 +30,8 @@ NAME = ["--served-model-name", MODEL]
 SLOW = {"BATON_FAULTS": "engine.layer:delay=0.1"}
 CHUNKS = [*NAME, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"]
 LIMIT_S = 5.0
-# What a busy machine may add before this process hears of an end.
-SCHEDULING_S = 0.5
+# What a busy machine may add before this process hears of an end. Less than what a drain would take.
+SCHEDULING_S = 4.0
 
 
 def free_port() -> int:
@@ -271,7 +271,7 @@ def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0()
             codes = {typed(call.exception(LIMIT_S)).code for call in calls if call.exception(LIMIT_S) is not None}
             assert codes == {ErrorCode.SERVER_DRAINING}
             assert prefill.wait() == 0
-            assert time.monotonic() - began < 4.0
+            assert time.monotonic() - began < 1.0 + 2 * SCHEDULING_S  # they would take half a minute
 
 
 @pytest.mark.serial

