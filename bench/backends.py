@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from bench.datasets import Prompt
-from bench.http_stream import HttpFailed, HttpPool
+from bench.http_stream import END_OF_EVENTS, HttpFailed, HttpPool
 from bench.results import RequestResult
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
 
@@ -127,25 +127,16 @@ class _OpenAi(Backend):
         result.sent_at = self.now()
         async with asyncio.timeout(target.timeout_s), self._pool.post(target.endpoint, encoded) as answer:
             if await answer.wait_status() != 200:
-                text = b"".join([piece async for _, piece in answer.pieces()]).decode(errors="replace")
+                text = (await answer.body()).decode(errors="replace")
                 raise RequestFailed(f"HTTP {answer.status}: {text[:ERROR_TEXT_LENGTH]}")
-            pending = b""
-            async for at, piece in answer.pieces():
-                *events, pending = (pending + piece).split(b"\n\n")
-                for event in events:
-                    if self._book(event, at - self.epoch, result):
-                        await answer.finish(END_TIMEOUT_S)
-                        return
+            async for at, data in answer.events():
+                if data == END_OF_EVENTS:
+                    await answer.finish(END_TIMEOUT_S)
+                    return
+                self._book(json.loads(data), at - self.epoch, result)
         raise RequestFailed("the stream ended without [DONE]")
 
-    def _book(self, event: bytes, now: float, result: RequestResult) -> bool:
-        """Books one SSE event; True at the end mark."""
-        if not event.startswith(b"data: "):
-            return False  # a comment
-        payload = event[len(b"data: ") :]
-        if payload == b"[DONE]":
-            return True
-        chunk = json.loads(payload)
+    def _book(self, chunk: dict[str, Any], now: float, result: RequestResult) -> None:
         if "error" in chunk:
             raise RequestFailed(f"{chunk['error'].get('code')}: {chunk['error'].get('message')}")
         choices = chunk["choices"]
@@ -168,7 +159,6 @@ class _OpenAi(Backend):
         details = chunk.get("baton") or {}
         result.path = details.get("path", result.path)
         result.timeline = details.get("timeline") or result.timeline
-        return False
 
 
 class OpenAiCompletions(_OpenAi):

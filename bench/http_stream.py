@@ -1,4 +1,5 @@
-"""A lean HTTP client for load generation: POST, and the answer's body piece by piece with the time of each socket read.
+"""A lean HTTP client for load generation: POST, and the answer's body piece by piece, or event by event, with the time
+of each socket read.
 
 A client of the general kind spends milliseconds of processor time on a request, which on a small machine the server
 lacks, and sees a piece some layers after it was read. Connections are kept and used again.
@@ -16,6 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 
 CONNECT_TIMEOUT_S = 10.0
+END_OF_EVENTS = b"[DONE]"  # data of the last event
+_DATA = b"data: "
 
 
 class HttpFailed(Exception):
@@ -113,6 +116,19 @@ class _Connection(asyncio.Protocol):
             if self.failure:
                 raise HttpFailed(self.failure)
             await self._wait()
+
+    async def events(self) -> AsyncIterator[tuple[float, bytes]]:
+        """(clock reading at the socket read, data) of each server-sent event, as `pieces`. Comments are none."""
+        pending = b""
+        async for at, piece in self.pieces():
+            *events, pending = (pending + piece).split(b"\n\n")
+            for event in events:
+                if event.startswith(_DATA):
+                    yield at, event[len(_DATA) :]
+
+    async def body(self) -> bytes:
+        """The whole of an answer, as `pieces`."""
+        return b"".join([piece async for _, piece in self.pieces()])
 
     async def finish(self, timeout_s: float) -> None:
         """Waits for the end of an answer of which nothing more is wanted, so that its connection can be used again."""

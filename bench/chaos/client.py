@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import time
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
 from bench.chaos.verdict import Outcome
 from bench.chaos.workload import SEEDED, Ask, Case, Manner
-from bench.http_stream import HttpFailed, HttpPool
+from bench.http_stream import END_OF_EVENTS, HttpFailed, HttpPool
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
 from rpc.errors import ErrorCode
 from rpc.status import details_payload, parse_status
@@ -149,16 +149,16 @@ class Clients:
         try:
             async with asyncio.timeout(ask.after_s if leaves else None) as until:
                 async with self._http.post("/v1/completions", body) as answer:
-                    status = await answer.wait_status()
-                    pending = b""
+                    if await answer.wait_status() != 200:
+                        _take_error(json.loads(await answer.body()), outcome)
+                        return
                     done = False
-                    async for _, piece in answer.pieces():
-                        *events, pending = (pending + piece).split(b"\n\n")
-                        for event in events:
-                            done = self._take_event(event, outcome) or done
-                    if status != 200:
-                        _take_error(json.loads(pending), outcome)
-                    elif not done and outcome.code is None:
+                    async for _, data in answer.events():
+                        if data == END_OF_EVENTS:
+                            done = True
+                        else:
+                            self._take_chunk(json.loads(data), outcome)
+                    if not done and outcome.code is None:
                         outcome.untyped = "the stream ended without [DONE] or an error"
         except HttpFailed as failure:
             outcome.untyped = f"the connection broke: {failure}"
@@ -169,17 +169,10 @@ class Clients:
                 raise
             outcome.left = True
 
-    def _take_event(self, event: bytes, outcome: Outcome) -> bool:
-        """Books one SSE event; True at the end mark."""
-        if not event.startswith(b"data: "):
-            return False  # a comment
-        payload = event[len(b"data: ") :]
-        if payload == b"[DONE]":
-            return True
-        chunk = json.loads(payload)
+    def _take_chunk(self, chunk: dict[str, Any], outcome: Outcome) -> None:
         if "error" in chunk:
             _take_error(chunk, outcome)
-            return False
+            return
         for choice in chunk["choices"]:
             if choice["text"] and outcome.first_s is None:
                 outcome.first_s = time.monotonic() - outcome.began_s
@@ -188,7 +181,6 @@ class Clients:
         details = chunk.get("baton") or {}
         outcome.attempts = details.get("attempts", outcome.attempts)
         outcome.path = details.get("path") or outcome.path
-        return False
 
 
 def _completion(case: Case, salt: str) -> dict[str, object]:
