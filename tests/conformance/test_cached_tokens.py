@@ -13,7 +13,7 @@ from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.conformance.live_cluster import BLOCK, COMPLETIONS, KEY_METADATA, MODEL, Live
 from tests.integration.cluster import wait_for
 from tests.integration.generation_client import TIMEOUT_S, request_of
-from tests.unit.router.scripted import Cluster, Options, make_request
+from tests.unit.router.scripted_cluster import Cluster, Options, make_request
 
 PROMPT_TOKENS = 100
 PART = 3 * BLOCK

@@ -32,7 +32,8 @@ from rpc.metric_families import FAMILIES, Family, Role
 from rpc.metrics import MAX_WORKERS, OTHER, Registry
 from rpc.server import UNKNOWN_METHOD, GrpcServer
 from rpc.stages import DECODE_STAGES, PREFILL_STAGES
-from tests.unit.router.scripted import MODEL, Cluster, fails, running_cluster
+from tests.unit.router.scripted_cluster import Cluster, running_cluster
+from tests.unit.router.scripted_server import MODEL, fails
 from tests.unit.router.tokenizer_folders import CHATML, byte_level
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from rpc.errors import ErrorCode
 from tests.conformance import refusals
-from tests.unit.router.scripted import RawFailure, ScriptedServer
+from tests.unit.router.scripted_server import RawFailure, ScriptedServer
 from tests.unit.router.test_router_process import Running, answers, running_router, until_ready
 
 S, E = grpc.StatusCode, ErrorCode

@@ -10,7 +10,7 @@ from router.registry import HealthSettings
 from rpc.channels import CLIENT_OPTIONS
 from tests.conformance.live_cluster import Live
 from tests.integration.tcp_proxy import TcpProxy
-from tests.unit.router.scripted import Cluster, Options, make_request
+from tests.unit.router.scripted_cluster import Cluster, Options, make_request
 
 KEEPALIVE = {
     "grpc.keepalive_time_ms": 1000,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted import answer, make_request, running_cluster
+from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_server import answer
 
 PROMPT = (5, 6, 7, 8)
 

@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted import fails, make_request, running_cluster
+from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_server import fails
 
 
 def lines(caplog, level, text=""):

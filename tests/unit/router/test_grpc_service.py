@@ -18,7 +18,8 @@ from router.validation import RequestValidator
 from rpc.errors import ErrorCode
 from rpc.server import GrpcServer
 from rpc.status import details_payload, parse_status
-from tests.unit.router.scripted import EOS, MODEL, Cluster, Hold, answer, fails, running_cluster
+from tests.unit.router.scripted_cluster import Cluster, running_cluster
+from tests.unit.router.scripted_server import EOS, MODEL, Hold, answer, fails
 from tests.unit.router.tokenizer_folders import CHATML, byte_level
 
 PROMPT = [5, 6, 7, 8]

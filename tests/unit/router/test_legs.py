@@ -16,7 +16,8 @@ from router.wire import generate_input, kv_source, sampling_params
 from rpc.channels import ChannelPool
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted import Hold, fails, make_request, running_cluster
+from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_server import Hold, fails
 
 KEY = "id#0.0123abcd"
 

@@ -10,7 +10,8 @@ import pytest
 
 from router.requests import FinishEvent, Sampling, TokensEvent
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted import EOS, Hold, answer, make_request, running_cluster
+from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_server import EOS, Hold, answer
 
 PROMPT = (5, 6, 7, 8)
 

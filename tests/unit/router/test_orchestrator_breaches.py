@@ -11,7 +11,8 @@ import pytest
 from protos import common_pb2, decode_pb2, prefill_pb2
 from router.failover import FailoverSettings
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted import Collected, Hold, answer, make_request, running_cluster
+from tests.unit.router.scripted_cluster import Collected, make_request, running_cluster
+from tests.unit.router.scripted_server import Hold, answer
 
 PROMPT = (5, 6, 7, 8)
 

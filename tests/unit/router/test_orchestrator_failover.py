@@ -16,7 +16,8 @@ from router.failover import FailoverSettings
 from router.requests import FinishEvent, TokensEvent
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import load_failed
-from tests.unit.router.scripted import Collected, Hold, answer, fails, make_request, running_cluster
+from tests.unit.router.scripted_cluster import Collected, make_request, running_cluster
+from tests.unit.router.scripted_server import Hold, answer, fails
 
 PROMPT = (5, 6, 7, 8)
 
@@ -332,7 +333,7 @@ async def test_f1_a_decode_server_that_is_stopped_loses_its_stream_within_the_li
         began = time.monotonic()
         first.muted = True
         result = await task
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 5
         assert result.tokens == answer(PROMPT, 6)
         assert len(second.seen) == 1
         assert cluster.worker(first).state == "unhealthy"

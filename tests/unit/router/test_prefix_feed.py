@@ -6,7 +6,8 @@ import pytest
 
 from router.prefix.blocks import PromptBlocks
 from router.requests import Sampling
-from tests.unit.router.scripted import Cluster, Hold, make_request, running_cluster
+from tests.unit.router.scripted_cluster import Cluster, make_request, running_cluster
+from tests.unit.router.scripted_server import Hold
 
 PROMPT = tuple(range(100, 180))  # five blocks
 BLOCKS = PromptBlocks(PROMPT, 16).first(5)

@@ -20,7 +20,8 @@ from rpc.channels import ChannelPool
 from rpc.errors import BatonError, ErrorCode
 from rpc.metrics import Registry
 from rpc.version import PROTOCOL_VERSION
-from tests.unit.router.scripted import ScriptedServer, answer, make_request, running_cluster
+from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_server import ScriptedServer, answer
 
 
 def states(cluster) -> list[str]:

@@ -11,7 +11,8 @@ from router.requests import RouterRequest
 from rpc.errors import BatonError, ErrorCode
 from rpc.trace_context import TraceContext
 from rpc.tracing import Span, Tracer
-from tests.unit.router.scripted import Cluster, Collected, fails, make_request, running_cluster
+from tests.unit.router.scripted_cluster import Cluster, Collected, make_request, running_cluster
+from tests.unit.router.scripted_server import fails
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -6,7 +6,7 @@ import pytest
 
 from router.admission import Admission
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted import make_request, running_cluster
+from tests.unit.router.scripted_cluster import make_request, running_cluster
 
 PROMPT = [5, 6, 7, 8]
 RESERVE_S, PREFILL_S, STREAM_S = 0.5, 1.0, 2.0
