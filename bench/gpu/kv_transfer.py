@@ -276,7 +276,8 @@ def engines(arguments: argparse.Namespace) -> dict[str, Any]:
             "kv_checksum": arguments.checksum,
             "attention_backend": arguments.attention_backend,
         }
-        remotes = [Remote("prefill", folder, arguments.prefill_device, **options)]
+        alone = arguments.transports if len(arguments.transports) == 1 else ["auto"]  # auto leaves nixl out on a device
+        remotes = [Remote("prefill", folder, arguments.prefill_device, kv_transport=alone[0], **options)]
         for transport in arguments.transports:
             remotes.append(Remote("decode", folder, arguments.decode_device, kv_transport=transport, **options))
         try:

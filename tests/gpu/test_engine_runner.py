@@ -149,7 +149,7 @@ def test_long_prompts_when_the_last_layer_is_for_last_tokens_alone_then_logits_a
     """A decode row, a chunk, the end of a prompt and a whole one, more tokens than a step leaves out at the least."""
     if (name, backend) == ("mistral-window", "flashinfer"):
         pytest.skip("FlashInfer is not used with windows")
-    size = 64 if backend == "flashinfer" else BLOCK
+    dtype, tolerance = ("bfloat16", 5e-2) if backend == "flashinfer" else ("float32", 2e-4)
     tables = [list(range(1 + 24 * row, 1 + 24 * (row + 1))) for row in range(4)]
     texts = [random_prompt(length, seed=length) for length in (1, 200, 190, 230)]
     starts = [100, 128, 40, 0]
@@ -162,17 +162,16 @@ def test_long_prompts_when_the_last_layer_is_for_last_tokens_alone_then_logits_a
     logits = []
     for fewest in (512, 1 << 30):
         monkeypatch.setattr(device_steps, "_FEWEST_OTHERS", fewest)
-        runner = new_runner(tiny_model(name), "float32", backend, max_num_batched_tokens=1024, blocks=100)
+        runner = new_runner(tiny_model(name), dtype, backend, max_num_batched_tokens=1024, blocks=100)
         generator = torch.Generator("cuda").manual_seed(5)
         for pool in runner.kv_layers[FULL_GROUP]:
             pool[1:].normal_(generator=generator)
-        assert size == runner.block_size
         results = runner.execute(StepBatch(rows)).rows
         assert [result.failure for result in results] == [None] * 4
         assert [result.token_id is None for result in results] == [False, True, False, False]
         assert runner.device_steps is not None
         logits.append(runner.device_steps.logits[:3].clone())
-    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=2e-4)
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=tolerance)
 
 
 @pytest.fixture(scope="module")

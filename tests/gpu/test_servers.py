@@ -46,16 +46,18 @@ class Ranked:
     """Servers by their number of ranks, each started when it is first needed."""
 
     cluster: Cluster
-    prefill: dict[int, ServerProcess] = field(default_factory=dict)
+    prefill: dict[tuple[int, bool], ServerProcess] = field(default_factory=dict)  # also by whether it offers NIXL
     decode: dict[tuple[int, str], ServerProcess] = field(default_factory=dict)
 
     def pair(self, p: int, d: int, transport: str) -> tuple[ServerProcess, ServerProcess]:
-        if p not in self.prefill:
-            self.prefill[p] = self.cluster.start_prefill(["--tensor-parallel-size", str(p)])
+        nixl = transport == "nixl"  # on a device only who asks for it has it
+        if (p, nixl) not in self.prefill:
+            flags = ["--tensor-parallel-size", str(p), *(["--kv-transport", transport] if nixl else [])]
+            self.prefill[p, nixl] = self.cluster.start_prefill(flags)
         if (d, transport) not in self.decode:
             flags = ["--tensor-parallel-size", str(d), "--kv-transport", transport, "--kv-load-failure-policy", "fail"]
             self.decode[d, transport] = self.cluster.start_decode(flags)
-        return self.prefill[p].wait_ready(START_S), self.decode[d, transport].wait_ready(START_S)
+        return self.prefill[p, nixl].wait_ready(START_S), self.decode[d, transport].wait_ready(START_S)
 
 
 @pytest.fixture(scope="module")
