@@ -9,18 +9,20 @@ decode batches).
 
 Parts: `decode` (device time of a replay by events; beside it the wall clock of ModelRunner.execute and of the launch
 alone), `prefill` (ModelRunner.execute, chunks of --max-tokens), `first` (EngineCore from add to the first token: the
-engine is idle before, prefix caching is off; with prefill graphs and without).
+engine is idle before, prefix caching is off; with prefill graphs and without), `idle` (the same of long prompts, after
+some seconds of rest and one after the other: the GPU's power limit makes a difference between them).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from engine.attention.measured_backend import ChosenPart
 from engine.config import EngineConfig
 from engine.core import EngineCore, Wakeup
 from engine.graph_settings import PrefillGraphSettings
-from engine.messages import AddRequest, FrontMessage, RunMode, SamplingParams
+from engine.messages import AddRequest, EngineReady, FrontMessage, RunMode, SamplingParams
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.decode_graph import DecodeGraph
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
@@ -43,7 +45,10 @@ BLOCK = 64
 DECODE_CASES = ((1, 1025), (64, 8192), (16, 32767), (256, 1024))
 PREFILL_CASES = ((1, 1024), (1, 8192), (16, 2048))
 FIRST_TOKEN_PROMPTS = (16, 64, 160)
+LONG_PROMPTS = ((1, 1024), (1, 8192), (16, 2048))  # prompts, tokens
+IDLE_S = 2.0
 _STEPS = 24
+_LONG_PROMPT_ROUNDS = 7
 _FIRST_TOKEN_ROUNDS = 30
 
 
@@ -288,29 +293,67 @@ def first_token(core: EngineCore, tokens: int, prompts: int = 1) -> tuple[float,
     return ended - begin, statuses
 
 
+@contextlib.contextmanager
+def engine(folder: Path, backend: str, **options: Any) -> Iterator[tuple[EngineCore, EngineReady]]:
+    """An engine of dummy weights. Its memory is given back once nobody has it any more."""
+    config = EngineConfig(
+        role="prefill",
+        model=str(folder),
+        dtype="bfloat16",
+        load_format="dummy",
+        attention_backend=backend,
+        device="cuda",
+        block_size=BLOCK,
+        max_model_len=8192,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        **options,
+    )
+    wakeup = Wakeup()
+    core, ready = start_core(config, wakeup)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield core, ready
+    finally:
+        core.agent.close(2.0)
+        wakeup.close()
+        if isinstance(core.runner, ModelRunner):
+            core.runner.release()
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def long_prompt_cases(folder: Path, backend: str) -> list[dict[str, Any]]:
+    """From an engine that was idle for IDLE_S before each, and one after the other, which is what heats the GPU."""
+    results = []
+    with engine(folder, backend, num_kv_blocks=640, enable_cuda_graph=False) as (core, _):
+        for prompts, tokens in LONG_PROMPTS:
+            first_token(core, tokens, prompts)
+            for idle_s in (IDLE_S, 0.0):
+                times = []
+                for _ in range(_LONG_PROMPT_ROUNDS):
+                    time.sleep(idle_s)
+                    times.append(first_token(core, tokens, prompts)[0])
+                results.append(
+                    {
+                        "prompts": prompts,
+                        "tokens": tokens,
+                        "idle_s": idle_s,
+                        "ms": statistics.median(times) * 1e3,
+                        "ms_range": [min(times) * 1e3, max(times) * 1e3],
+                    }
+                )
+    return results
+
+
 def first_token_cases(folder: Path, backend: str) -> list[dict[str, Any]]:
     results = []
     for graphs in (False, True):
-        config = EngineConfig(
-            role="prefill",
-            model=str(folder),
-            dtype="bfloat16",
-            load_format="dummy",
-            attention_backend=backend,
-            device="cuda",
-            block_size=BLOCK,
-            num_kv_blocks=512,
-            max_model_len=8192,
-            max_num_seqs=64,
-            max_num_batched_tokens=8192,
-            enable_prefix_caching=False,
-            prefill_graph=PrefillGraphSettings(enabled=graphs),
-        )
-        wakeup = Wakeup()
-        core, ready = start_core(config, wakeup)
-        gc.collect()
-        gc.freeze()
-        try:
+        settings = PrefillGraphSettings(enabled=graphs)
+        with engine(folder, backend, num_kv_blocks=512, prefill_graph=settings) as (core, ready):
             for tokens, prompts in (*((tokens, 1) for tokens in FIRST_TOKEN_PROMPTS), (64, 2)):
                 for _ in range(5):
                     first_token(core, tokens, prompts)
@@ -327,17 +370,6 @@ def first_token_cases(folder: Path, backend: str) -> list[dict[str, Any]]:
                         "load_seconds": ready.load_seconds,
                     }
                 )
-        finally:
-            core.agent.close(2.0)
-            wakeup.close()
-        runner = core.runner
-        del core
-        if isinstance(runner, ModelRunner):
-            runner.release()
-        del runner
-        gc.unfreeze()
-        gc.collect()
-        torch.cuda.empty_cache()
     return results
 
 
@@ -402,6 +434,15 @@ def main() -> None:
                 print(
                     f"first token of {found['prompts']} x {found['tokens']:4}  graphs {found['graphs']!s:5}",
                     f"{found['ms']:7.3f} ms (longest {found['ms_p99']:7.3f})  {','.join(found['statuses'])}",
+                    flush=True,
+                )
+        if "idle" in arguments.parts:
+            report["idle"] = long_prompt_cases(folder, arguments.attention_backend)
+            for found in report["idle"]:
+                low, high = found["ms_range"]
+                print(
+                    f"first tokens of {found['prompts']:2} x {found['tokens']:4} after {found['idle_s']:.0f} s of rest",
+                    f"{found['ms']:7.1f} ms ({low:.1f}–{high:.1f})",
                     flush=True,
                 )
     if arguments.save:
