@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gemm": ("bench.gpu.gemm", "--rows", "1", "8", "16", "32", "64", "256"),
     "wide_gemm": ("bench.gpu.wide_gemm", "--rows", "128", "160", "256"),
     "attention": ("bench.gpu.attention",),
-    "llama": ("bench.gpu.engine_step", "--shape", "llama-3.1-8b", "--parts", "decode", "prefill"),
+    "llama": ("bench.gpu.engine_step", "--shape", "llama-3.1-8b", "--parts", "decode", "prefill", "idle"),
     "qwen3": ("bench.gpu.engine_step", "--shape", "qwen3-8b", "--parts", "decode", "prefill"),
     "prefill_graph": ("bench.gpu.prefill_graph", "--parts", "fit", "boundary", "gate", "cost", "--repetitions", "3"),
     "kv_transfer": ("bench.gpu.kv_transfer", "--rounds", "3"),
@@ -129,6 +129,15 @@ def engine_rows(report: dict[str, Any], shape: str) -> Iterator[str]:
         yield (
             f"| prompts, {found['rows']} x {found['tokens']} | {found['floor_ms']:.1f} "
             f"| {found['ms']:.1f} ({low:.1f}–{high:.1f}) | {found['ms'] / found['floor_ms']:.2f} | {limit or ''} "
+            f"| {verdict(found['ms'], limit) if limit else ''} |"
+        )
+    for found in report.get("idle", ()):
+        limit = PREFILL_MS.get((found["prompts"], found["tokens"])) if limited else None
+        low, high = found["ms_range"]
+        when = f"after {found['idle_s']:.0f} s of rest" if found["idle_s"] else "one after the other"
+        yield (
+            f"| first tokens, {found['prompts']} x {found['tokens']}, {when} | "
+            f"| {found['ms']:.1f} ({low:.1f}–{high:.1f}) | | {limit or ''} "
             f"| {verdict(found['ms'], limit) if limit else ''} |"
         )
 
