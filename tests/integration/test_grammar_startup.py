@@ -63,8 +63,8 @@ def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_
     none, on = ("--grammar-backend", "none"), ("--grammar-backend", "xgrammar")
     with (
         Cluster(
-            1, 1, model=tiny_model("llama"),
-            prefill_flags=none, decode_flags=none, router_flags=none, env=off, start_limit_s=LIMIT_S,
+            0, 1, model=tiny_model("llama"),
+            decode_flags=none, router_flags=none, env=off, start_limit_s=LIMIT_S,
         ) as cluster,
         httpx.Client(timeout=LIMIT_S) as client,
     ):  # fmt: skip

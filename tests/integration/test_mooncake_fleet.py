@@ -193,6 +193,7 @@ def threads_ended(futures: list[Any]) -> bool:
     return any(future.done() for future in futures)
 
 
+@pytest.mark.extended
 def test_fleet_when_a_client_of_the_store_is_killed_then_its_server_goes_on_and_gets_another_one(fleet: Fleet) -> None:
     first, second = fleet.cluster.prefill
     clients = children_of(second.engine_pid)

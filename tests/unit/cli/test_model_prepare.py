@@ -123,6 +123,7 @@ def test_embedded_model_has_the_rounded_weights_of_the_gguf_file(smollm):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_embedded_model_in_transformers_answers_paris(smollm):
     model = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(smollm)
@@ -191,6 +192,7 @@ TEXTS = [
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_embedded_tokenizer_encodes_and_decodes_like_the_one_transformers_makes_of_the_file(smollm):
     packaged = packaged_gguf()
     reference = AutoTokenizer.from_pretrained(packaged.parent, gguf_file=packaged.name)

@@ -14,6 +14,7 @@ from cache_store.events import LeaseEnded, LoadDone, LoadFailed
 from cache_store.load import Load
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extended
 from tests.unit.cache_store.agents import key_of, prefill_result, settings, until
 from tests.unit.engine.rank_servers import HEAD_BYTES, NUM_LAYERS, RankServer, servers
 
@@ -315,7 +316,7 @@ def test_lease_when_nobody_comes_then_it_expires_once_for_all_ranks() -> None:
         assert [(item.labels, item.value) for item in counted] == [({"cause": "never_loaded"}, 1)]
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "heads", "slow"), [(2, 1, 1, 0), (2, 2, 4, 1)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "heads", "slow"), [extended(2, 1, 1, 0), (2, 2, 4, 1)])
 def test_lease_when_a_rank_waits_for_the_load_of_another_then_it_lives_as_long_as_that(
     prefill_tp: int, decode_tp: int, heads: int, slow: int
 ) -> None:

@@ -13,6 +13,7 @@ from engine.messages import SamplingParams
 from engine.sampling import SamplingRow, sample
 from engine.sampling.philox import uniforms
 from rpc.errors import ErrorCode
+from tests.extent import extended, extent
 
 
 def row_of(index: int = 0, prompt=(), output=(), eos=(), **params) -> SamplingRow:
@@ -73,10 +74,13 @@ def draws(logits: torch.Tensor, count: int, **params) -> np.ndarray:
     return np.bincount(found, minlength=logits.shape[-1])
 
 
+DRAWS = extent(30_000, 100_000)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_draws_when_unfiltered_follow_the_softmax(temperature):
     logits = logits_of(1, 40, seed=3, spread=1.0)
-    counts = draws(logits, 100_000, temperature=temperature)
+    counts = draws(logits, DRAWS, temperature=temperature)
     statistic, freedom = chi_square(counts, torch.softmax(logits[0].double() / temperature, 0).numpy())
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
@@ -86,7 +90,7 @@ def test_draws_when_unfiltered_follow_the_softmax(temperature):
 )
 def test_draws_when_filtered_follow_the_renormalised_softmax(filters):
     logits = logits_of(1, 40, seed=4, spread=1.0)
-    counts = draws(logits, 100_000, temperature=0.9, **filters)
+    counts = draws(logits, DRAWS, temperature=0.9, **filters)
     full = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     weights = np.array(slow_kept(logits[0].tolist(), **full))
     kept = weights > 0
@@ -96,7 +100,7 @@ def test_draws_when_filtered_follow_the_renormalised_softmax(filters):
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 37, 256, 1000, 5001])
+@pytest.mark.parametrize("vocab", [1, 2, 37, 256, 1000, extended(5001)])
 def test_tokens_with_any_filters_equal_those_of_a_slow_reference(vocab):
     choice = random.Random(vocab)
     logits = logits_of(40, vocab, seed=vocab)

@@ -22,6 +22,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarKind, GrammarSpec
 from rpc.metrics import Registry
 from tests.integration.cluster import process_exists
+from tests.standstill import stand_still
 from tests.unit.engine.tiny_models import tiny_model
 from tests.unit.rpc.waiting import until
 
@@ -82,7 +83,7 @@ async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_d
         # A request that leaves stops waiting at once, and those that ask the same do not.
         pid = helper.pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        stand_still(pid)
         spec = GrammarSpec(GrammarKind.REGEX, "e+")
         leaving, staying = (asyncio.create_task(admission.admit(spec, "regex")) for _ in range(2))
         await asyncio.sleep(0)
@@ -98,7 +99,7 @@ async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_d
         assert helper.pid == pid  # it survives that
 
         # A helper that dies while it compiles fails that request, and is replaced.
-        os.kill(pid, signal.SIGSTOP)
+        stand_still(pid)
         asking = asyncio.create_task(refused(admission, GrammarSpec(GrammarKind.REGEX, "c+")))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -134,8 +135,8 @@ async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_d
         for idle in (False, True):
             template, pid = admission.template.pid, helper.pid
             assert template is not None and pid is not None and helper._reader is not None
-            os.kill(template, signal.SIGSTOP)
-            os.kill(pid, signal.SIGSTOP)
+            stand_still(template)
+            stand_still(pid)
             if not idle:
                 asking = asyncio.create_task(refused(admission, GrammarSpec(GrammarKind.REGEX, "g+")))
                 for _ in range(10):
@@ -161,7 +162,7 @@ async def test_admission_when_a_helper_takes_too_long_then_it_is_killed_and_what
         [helper] = admission.helpers
         pid = helper.pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        stand_still(pid)
         began = time.monotonic()
         first = asyncio.create_task(refused(admission, GOOD))
         second = asyncio.create_task(refused(admission, GrammarSpec(GrammarKind.REGEX, "z")))
@@ -173,6 +174,7 @@ async def test_admission_when_a_helper_takes_too_long_then_it_is_killed_and_what
         assert not admission._verdicts  # neither is final
 
 
+@pytest.mark.extended
 async def test_admission_when_slow_grammars_keep_coming_then_others_are_answered_and_no_library_is_loaded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

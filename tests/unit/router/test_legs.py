@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 
 import grpc
 import grpc.aio
@@ -71,7 +72,8 @@ async def test_prefill_leg_when_it_is_answered_then_the_server_ended_it():
         assert leg.answered
         leg.end(None)
         leg.end(None)
-        leg.close()
+        leg.leave()
+        leg.cut()
         assert cluster.worker(cluster.servers[0]).inflight == 0
         await cluster.settled()
 
@@ -95,7 +97,8 @@ async def test_decode_leg_when_it_is_not_read_then_the_sender_is_held_back():
         for _ in range(20):
             await asyncio.sleep(0)
         assert len(mailbox) == 2
-        leg.close()
+        leg.leave()
+        leg.cut()
         await cluster.until(lambda: not cluster.servers[0].open)
 
 
@@ -146,15 +149,16 @@ async def test_leg_when_the_requests_deadline_passes_then_603():
         await cluster.until(lambda: not server.open)
 
 
-async def test_close_when_the_leg_is_open_then_it_is_cancelled_given_back_and_silent():
+async def test_leave_when_the_leg_is_open_then_it_is_cancelled_given_back_and_silent():
     async with running_cluster(1, 0) as cluster:
         server = cluster.servers[0]
         hold = Hold()
         server.at["start"] = hold
         leg, mailbox = start_leg(cluster, server)
         await hold.wait_reached()
-        leg.close()
-        leg.close()
+        for _ in range(2):
+            leg.leave()
+            leg.cut()
         assert cluster.worker(server).inflight == 0
         await cluster.settled()
         assert not len(mailbox)
@@ -166,9 +170,10 @@ async def test_aborts_when_a_server_is_gone_then_they_end_by_themselves():
         await server.stop()
         tasks = LegTasks()
         aborts = Aborts(cluster.pool, cluster.metrics, tasks, pause_s=0.01)
-        aborts.send("prefill", server.address, KEY, ErrorCode.CANCELLED, "client")
-        aborts.send("decode", server.address, KEY, ErrorCode.CANCELLED, "client")
-        assert len(tasks) == 2
+        leg, _ = start_leg(cluster, server)
+        leg.leave()
+        aborts.give_up([leg], ErrorCode.CANCELLED, "client")
+        assert len(tasks) == 1
         await tasks.close(5)
         assert not len(tasks)
         assert cluster.metrics.value("baton_aborts_total", leg="prefill", source="client") == 1
@@ -177,9 +182,42 @@ async def test_aborts_when_a_server_is_gone_then_they_end_by_themselves():
 async def test_aborts_when_the_pool_is_closed_then_nothing_is_raised():
     async with running_cluster(1, 0) as cluster:
         pool, tasks = ChannelPool(), LegTasks()
+        leg, _ = start_leg(cluster, cluster.servers[0])
+        leg.leave()
         await pool.close()
-        Aborts(pool, cluster.metrics, tasks).send("prefill", "127.0.0.1:1", KEY, ErrorCode.CANCELLED, "client")
+        Aborts(pool, cluster.metrics, tasks).give_up([leg], ErrorCode.CANCELLED, "client")
         await tasks.close(5)
+
+
+@pytest.mark.parametrize("muted", [False, True])
+async def test_aborts_when_two_legs_are_given_up_then_each_server_is_told_before_calls_are_cancelled_in_order(muted):
+    async with running_cluster(1, 1) as cluster:
+        prefill, decode = cluster.servers
+        told = []
+
+        async def hear(server, hear_before, *what):
+            told.append((server.role, KEY in prefill.open, KEY in decode.open))
+            return await hear_before(*what)
+
+        holds = {server.role: Hold() for server in cluster.servers}
+        for server in cluster.servers:
+            server.at["start"] = holds[server.role]
+            server.abort = functools.partial(hear, server, server.abort)
+        legs = [start_leg(cluster, decode, prefill=prefill)[0], start_leg(cluster, prefill)[0]]
+        for hold in holds.values():
+            await hold.wait_reached()
+        decode.muted = muted  # it hears, and does not answer
+        for leg in legs:
+            leg.leave()
+        tasks = LegTasks()
+        aborts = Aborts(cluster.pool, cluster.metrics, tasks, timeout_s=1.0, attempts=1, tell_s=0.2 if muted else 5.0)
+        aborts.give_up(legs, ErrorCode.GENERATE_TIMEOUT, "deadline")
+        await cluster.until(lambda: not (prefill.open or decode.open))
+        assert told[0] == ("decode", True, True)
+        assert told[1][:2] == ("prefill", True)
+        assert muted or prefill.aborted == decode.aborted == [(KEY, ErrorCode.GENERATE_TIMEOUT, "deadline")]
+        await tasks.close(5)
+        assert not len(tasks)
 
 
 @pytest.mark.parametrize(

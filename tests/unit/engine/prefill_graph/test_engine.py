@@ -252,6 +252,7 @@ def test_engine_when_two_prompts_come_at_once_then_one_replay_computes_both():
 
 
 @needs_triton
+@pytest.mark.extended
 def test_engine_when_preparing_fails_then_the_answer_is_right_and_says_error():
     with RealEngine("decode", **options()) as engine:
         engine.add("a", prompt(16, 1), max_tokens=1)

@@ -86,6 +86,7 @@ def test_layouts_when_tests_need_their_constants_then_they_import_them():
         assert literal not in path.read_text(encoding="utf-8"), path.name
 
 
+@pytest.mark.extended
 def test_gpu_tests_when_there_is_no_gpu_then_they_skip_and_say_why():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_prefill_graph.py"],

@@ -18,6 +18,7 @@ from engine.runner.prefill_graph.runner import pad_token_id
 from kernels.jit import available
 from rpc.faults import arm, disarm
 from rpc.graph_status import GraphRole
+from tests.extent import extended
 from tests.unit.engine.prefill_graph.graph_runners import (
     BLOCK,
     CHANGES,
@@ -225,6 +226,7 @@ def test_pad_token_when_a_prompt_is_made_of_zeros_then_padding_makes_no_differen
 # -- both layouts of queries, keys and values -------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_layout_when_there_are_as_many_key_heads_then_a_replay_is_right_as_well():
     graph = GraphRunner(device=DEVICE, folder=model_folder(heads=2, kv_heads=2), buckets=(16,))
     assert graph.runner.model.layers[0].attention.heads.packed
@@ -237,7 +239,7 @@ def test_layout_when_there_are_as_many_key_heads_then_a_replay_is_right_as_well(
 # -- 24: preparing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["wait", "fill", "copy"])
+@pytest.mark.parametrize("step", ["wait", extended("fill"), extended("copy")])
 def test_prepare_when_it_fails_at_any_point_then_the_batch_runs_eagerly_and_the_next_one_is_replayed(
     graph, step, caplog
 ):
@@ -344,6 +346,7 @@ def test_release_when_called_twice_then_scratch_returns_once_and_a_replay_says_w
     assert result.rows[0].token_id == expected
 
 
+@pytest.mark.extended
 def test_requests_when_more_are_wanted_than_a_step_has_rows_then_the_graphs_are_made_for_the_rows():
     graph = GraphRunner(device=DEVICE, buckets=(8,), max_requests=100, max_rows=2)
     assert graph.graphs.limits.max_requests == 2
