@@ -4,8 +4,8 @@ threads that move them.
 Bytes go from KV memory into the socket by gathering `sendmsg`, and out of it straight into KV memory by scattering
 `recvmsg_into`; the interpreter lock is free meanwhile, and the agent's loop touches no byte of them. There is no thread
 for a connection: a worker takes a *turn* with it, which ends when nothing is queued, when the peer has not kept up for
-`TURN_S`, or after `TURN_BYTES`. A connection that was held up waits in the loop's selector and not in a thread, so slow
-peers, however many, take little from the others. Within a turn the kernel waits for the peer (SO_RCVTIMEO,
+`TURN_S`, or after `LONGEST_TURN_S`. A connection that was held up waits in the loop's selector and not in a thread, so
+slow peers, however many, take little from the others. Within a turn the kernel waits for the peer (SO_RCVTIMEO,
 MSG_WAITALL), which costs far fewer changes between threads than a selector for each piece of a run does.
 """
 
@@ -19,21 +19,26 @@ import hashlib
 import os
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from cache_store.rows import Rows, runs
 from cache_store.staging import settled
 
 TOKEN_BYTES = 16
+SUM_BYTES = 8
 TURN_S = 0.005
-TURN_BYTES = 16 << 20
-REPORT_BYTES = 4 << 20  # moved within a turn before the loop hears of it: to wake it costs both threads time
-# Bytes of one system call: they are looked at (checksums) while they are still in the processor's cache.
-CALL_BYTES = 1 << 20
+LONGEST_TURN_S = 0.02
+REPORT_BYTES = 8 << 20  # moved within a turn before the loop hears of it: to wake it costs both threads time
+CALL_BYTES = 1 << 20  # of one system call
+HASHED_BYTES = 512 << 10  # of one whose bytes are hashed: they have room, with the kernel's, in a core's own cache
+WAKE_BYTES = 256 << 10  # a thread that waits for bytes is woken when there are so many
+KEPT_UP_BYTES = 256 << 10  # moved in TURN_S by a peer that keeps up
 BUFFER_BYTES = 4 << 20
 _MAX_VIEWS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 _TIMEVAL = struct.pack("@ll", 0, int(TURN_S * 1e6))
@@ -82,44 +87,114 @@ def views_of(layer: memoryview, rows: Rows) -> list[memoryview]:
     return views
 
 
-@dataclass(eq=False)
 class Transfer:
-    """Bytes that follow each other on the connection. `views`: what is left of them; a worker takes it away piece by
-    piece. `moved` is called by the worker after each piece with what was moved, in order."""
+    """Bytes that follow each other on the connection: `views`, and the checksum of them all behind them when they are
+    `summed`.
 
-    views: deque[memoryview]
-    size: int
-    moved: Callable[[memoryview], None] | None = None
+    A worker takes away what it has moved: `views`, with `left` bytes, and `_rest` are what is left. It hashes each
+    piece right before it is sent (`Outbound`) or right after it has come (`Inbound`), while it is in the core's own
+    cache: a checksum costs no further way to memory, and nothing waits for that of a whole run.
+    """
 
-    @classmethod
-    def of(cls, views: list[memoryview], moved: Callable[[memoryview], None] | None = None) -> Transfer:
-        return cls(deque(views), sum(view.nbytes for view in views), moved)
+    def __init__(self, views: Sequence[memoryview], summed: bool = False) -> None:
+        self.views = deque(views)
+        self.size = self.left = sum(view.nbytes for view in views)
+        self.summed = summed
+        self._hash = xxhash.xxh3_64() if summed else None
+        self._tail = bytearray(SUM_BYTES if summed else 0)
+        self._rest = memoryview(self._tail)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.views) or self._rest.nbytes > 0
 
     def next_views(self) -> tuple[list[memoryview], int]:
         """Views for the next system call, and their bytes."""
         chosen: list[memoryview] = []
         size = 0
+        limit = HASHED_BYTES if self.summed else CALL_BYTES
         for view in self.views:
-            if len(chosen) == _MAX_VIEWS or size >= CALL_BYTES:
-                break
-            part = view[: CALL_BYTES - size] if size + view.nbytes > CALL_BYTES else view
+            if len(chosen) == _MAX_VIEWS or size >= limit:
+                return chosen, size
+            part = view[: limit - size] if size + view.nbytes > limit else view
             chosen.append(part)
             size += part.nbytes
+            if part is not view:
+                return chosen, size
+        if self._rest.nbytes:
+            chosen.append(self._rest)
+            size += self._rest.nbytes
         return chosen, size
 
     def take_off(self, count: int) -> None:
         """The first `count` bytes of what is left have been moved."""
         views = self.views
-        while count:
+        while count and views:
             view = views[0]
             step = min(count, view.nbytes)
-            if self.moved is not None:
-                self.moved(view[:step])
+            self._taken(view[:step])
             if step == view.nbytes:
                 views.popleft()
             else:
                 views[0] = view[step:]
             count -= step
+            self.left -= step
+        if count:
+            self._rest = self._rest[count:]
+
+    def _taken(self, view: memoryview) -> None:
+        """Bytes of a view have been moved."""
+        return
+
+
+class Outbound(Transfer):
+    """To be sent. The checksum is there before its turn comes."""
+
+    _hashed = 0  # bytes at the head of what is left of the views
+
+    def next_views(self) -> tuple[list[memoryview], int]:
+        chosen, size = super().next_views()
+        if self._hash is not None:
+            self._add(chosen[: len(self.views)], size >= self.left)
+        return chosen, size
+
+    def hash_now(self) -> None:
+        """All that is left, which is not the same any more when its turn comes."""
+        self._add(self.views, whole=True)
+
+    def replace(self, views: Iterable[memoryview]) -> None:
+        """What is left is sent from there: as many bytes, hashed as far as they were."""
+        self.views = deque(view for view in views if view.nbytes)
+
+    def _add(self, views: Iterable[memoryview], whole: bool) -> None:
+        """views: the first ones that are left; `whole` when they are all."""
+        if self._hash is None:
+            return
+        at = 0
+        for view in views:
+            if at + view.nbytes > self._hashed:
+                self._hash.update(view[max(0, self._hashed - at) :])
+                self._hashed = at + view.nbytes
+            at += view.nbytes
+        if whole:
+            self._tail[:] = self._hash.intdigest().to_bytes(SUM_BYTES, "little")
+            self._hash = None
+
+    def _taken(self, view: memoryview) -> None:
+        self._hashed = max(0, self._hashed - view.nbytes)
+
+
+class Inbound(Transfer):
+    """To be received: into the views."""
+
+    def _taken(self, view: memoryview) -> None:
+        if self._hash is not None:
+            self._hash.update(view)
+
+    def sums(self) -> tuple[int, int]:
+        """Checksum of what has come, and the one that the peer has sent."""
+        assert self._hash is not None
+        return self._hash.intdigest(), int.from_bytes(self._tail, "little")
 
 
 class DataConnection:
@@ -131,6 +206,7 @@ class DataConnection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
+        self._wakes_at = 1
         self.proven = False
         self.since = 0.0  # reading of the clock when it became idle
 
@@ -143,6 +219,12 @@ class DataConnection:
         except OSError:
             return False
         return False  # the end, or bytes that nobody waits for
+
+    def wake_at(self, count: int) -> None:
+        """Whoever waits for bytes is woken when there are so many: each time costs both ends more than the bytes do."""
+        if count != self._wakes_at:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._wakes_at = count
 
     def say(self, token: bytes) -> None:
         """Sends the token of a load. Raises ConnectionEnded."""
@@ -166,7 +248,7 @@ class Mover:
     """Moves transfers over a connection, in order, in one direction. Belongs to the agent's loop.
 
     `done(transfer)` and `turned(bytes, held_up)` are called on the loop: a transfer has been moved; a worker's turn has
-    ended. `failed(error)`: nothing is moved any more, because of the connection (ConnectionEnded) or of `moved`.
+    ended. `failed(error)`: nothing is moved any more, because of the connection (ConnectionEnded) or of the transfer.
     """
 
     def __init__(
@@ -215,16 +297,18 @@ class Mover:
     def _take_turn(self) -> tuple[int, bool, Exception | None]:
         total = 0
         reported = 0
+        until = time.monotonic() + LONGEST_TURN_S
         try:
-            while self._queue and total < TURN_BYTES and not self._ended:
+            while self._queue and not self._ended and time.monotonic() < until:
                 transfer = self._queue[0]
-                while transfer.views:
-                    views, size = transfer.next_views()
-                    count = self._move(views)
-                    total += count
-                    transfer.take_off(count)
-                    if count < size:
-                        return total, True, None
+                views, size = transfer.next_views()
+                count = self._move(views, size)
+                total += count
+                transfer.take_off(count)
+                if count < size and count < KEPT_UP_BYTES:
+                    return total, True, None
+                if transfer.unfinished:
+                    continue
                 self._queue.popleft()
                 self._finished.append(transfer)
                 if total - reported >= REPORT_BYTES:
@@ -235,13 +319,15 @@ class Mover:
         except OSError as error:
             ended = ConnectionEnded(errno.errorcode.get(error.errno or 0, str(error)))
             return total, False, ended
-        except Exception as error:  # of `moved`, or the loop is closed: whoever has queued the transfer has to know
+        except Exception as error:  # of a checksum, or the loop is closed: whoever queued the transfer has to know
             return total, False, error
         return total, False, None
 
-    def _move(self, views: list[memoryview]) -> int:
+    def _move(self, views: list[memoryview], size: int) -> int:
         if self._sending:
-            return self.connection.sock.sendmsg(views)
+            # The end of a run is no reason to send less than a full packet, when another one follows.
+            return self.connection.sock.sendmsg(views, (), socket.MSG_MORE if len(self._queue) > 1 else 0)
+        self.connection.wake_at(min(size, WAKE_BYTES))
         count = self.connection.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         if not count:
             raise ConnectionEnded("the peer has closed it")
@@ -272,6 +358,8 @@ class Mover:
             self._start()
         elif not self._ended:
             self._waiting = True
+            if not self._sending:
+                self.connection.wake_at(1)
             watch = self._loop.add_writer if self._sending else self._loop.add_reader
             watch(self.connection.sock.fileno(), self._go_on)
 

@@ -18,7 +18,7 @@ from cache_store.events import Timeline
 from cache_store.layout import GroupLayout
 from cache_store.observations import Observe, ignore
 from cache_store.positions import Positions
-from cache_store.transports import GRPC, ONE_SIDED
+from cache_store.transports import GRPC, ONE_SIDED, TCP
 from protos import cache_store_pb2, common_pb2
 from rpc.errors import BatonError, ErrorCode
 
@@ -169,7 +169,8 @@ class Load:
             if len(header.source_blocks) != sources:
                 self.fail_with(breach(f"{len(header.source_blocks)} blocks of the peer, {sources} hold the tokens"))
             return wanted  # never copied through a buffer that something else could have damaged
-        if checksum.covered(self.checksum_mode, layer, blocks[0]) and len(header.checksums) != len(blocks):
+        # Over tcp one of all of them follows their bytes.
+        if self.transport != TCP and self.covers(header) and len(header.checksums) != len(blocks):
             self._count("checksum", len(blocks))
             self.fail_with(
                 BatonError(
@@ -180,18 +181,26 @@ class Load:
 
     def verify(self, header: cache_store_pb2.PieceHeader, data: memoryview) -> None:
         """Compares the checksums of an expected event, if it has any. Raises KV_CHECKSUM_MISMATCH."""
-        if self.verifies(header):
-            self.compare(header, checksum.checksums(data, header.block_bytes))
+        if self.checksum_mode != "off" and len(header.checksums) > 0:
+            self._compare(header, header.blocks, checksum.checksums(data, header.block_bytes), list(header.checksums))
 
-    def verifies(self, header: cache_store_pb2.PieceHeader) -> bool:
-        """Whether the checksums of an expected event are to be compared. May be asked by any thread."""
-        return self.checksum_mode != "off" and len(header.checksums) > 0
+    def covers(self, header: cache_store_pb2.PieceHeader) -> bool:
+        """Whether an expected event has to have checksums. May be asked by any thread."""
+        return checksum.covered(self.checksum_mode, header.layer, header.blocks[0])
 
-    def compare(self, header: cache_store_pb2.PieceHeader, sums: Sequence[int]) -> None:
-        """sums: of what arrived, block by block. Raises KV_CHECKSUM_MISMATCH."""
+    def verify_run(self, header: cache_store_pb2.PieceHeader, have: int, want: int) -> None:
+        """Compares the checksum of all blocks of an event. Raises KV_CHECKSUM_MISMATCH."""
+        self._compare(header, [f"{header.blocks[0]}-{header.blocks[-1]}"], [have], [want])
+
+    def _compare(
+        self,
+        header: cache_store_pb2.PieceHeader,
+        blocks: Sequence[int | str],
+        sums: Sequence[int],
+        expected: Sequence[int],
+    ) -> None:
         try:
-            where = f"{header.group!r}, layer {header.layer}"
-            checksum.compare(sums, header.blocks, list(header.checksums), where)
+            checksum.compare(sums, blocks, expected, f"{header.group!r}, layer {header.layer}")
         except BatonError as error:
             self._count("checksum")
             self.fail_with(error)

@@ -2,8 +2,8 @@
 
 Notices say which blocks come next, so their places are known before the bytes are there: in host memory the kernel
 writes them to these (`HostTarget`); on the way to a device it writes them into a slot (`StagedTarget`). What lies there
-is compared with the checksums, piece by piece while it is still in the processor's cache, and a block counts only then.
-A failed load may leave half of a block behind, or a damaged one, whose numbers may be
+is hashed, piece by piece while it is still in the processor's cache, and its blocks count only when that is what the
+checksum behind them says. A failed load may leave half of a block behind, or a damaged one, whose numbers may be
 none (NaN): in host memory its blocks have to be wiped (`events.LoadFailed.foreign`).
 
 A slot is held while bytes flow. When the sender does not keep up within a worker's turn (data_connection.TURN_S), what
@@ -21,8 +21,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from cache_store import checksum
-from cache_store.data_connection import TOKEN_BYTES, ConnectionEnded, Mover, Transfer, views_of
+from cache_store.data_connection import TOKEN_BYTES, ConnectionEnded, Inbound, Mover, Transfer, views_of
 from cache_store.data_dialer import DataDialer
 from cache_store.landing import Landing, places
 from cache_store.load import Load, LoadState, WantedHere, breach
@@ -46,9 +45,8 @@ class Incoming:
     header: pb.PieceHeader
     wanted: WantedHere
     size: int
-    sums: checksum.BlockSums | None
-    transfer: Transfer
     written: asyncio.Future[None]  # done when nothing of it is under way any more, whatever became of it
+    transfer: Inbound | None = None  # once there is memory for it
     slot: Slot | None = None
     aside: memoryview | None = None
 
@@ -160,13 +158,14 @@ class StagedTarget(Target):
     def set_aside(self, incoming: Incoming) -> None:
         if incoming.slot is None:
             return
+        assert incoming.transfer is not None
         views = incoming.transfer.views
-        left = sum(view.nbytes for view in views)
         incoming.aside = memoryview(bytearray(incoming.size))
-        come = incoming.size - left
+        come = incoming.size - incoming.transfer.left
         incoming.aside[:come] = incoming.slot.view[:come]
         views.clear()
-        views.append(incoming.aside[come:])
+        if come < incoming.size:
+            views.append(incoming.aside[come:])
         self.drop(incoming)
 
     def drop(self, incoming: Incoming) -> None:
@@ -235,9 +234,8 @@ class TcpLanding(Landing):
         if self._broken:
             return  # the stream brings the cause, or its end does
         mover = self._mover or await self._connect(load)
-        sums = checksum.BlockSums(wanted.piece_bytes) if load.verifies(header) else None
         size = wanted.piece_bytes * len(header.blocks)
-        incoming = Incoming(header, wanted, size, sums, Transfer.of([]), asyncio.get_running_loop().create_future())
+        incoming = Incoming(header, wanted, size, asyncio.get_running_loop().create_future())
         views = None
         if not self._waiting:
             try:
@@ -253,9 +251,10 @@ class TcpLanding(Landing):
             self._placing = asyncio.get_running_loop().create_task(self._place_waiting(mover))
 
     def _receive(self, mover: Mover, incoming: Incoming, views: list[memoryview]) -> None:
-        incoming.transfer = Transfer.of(views, None if incoming.sums is None else incoming.sums.add)
-        self._open[incoming.transfer] = incoming
-        mover.put(incoming.transfer)
+        assert self._load is not None
+        transfer = incoming.transfer = Inbound(views, self._load.covers(incoming.header))
+        self._open[transfer] = incoming
+        mover.put(transfer)
 
     async def _place_waiting(self, mover: Mover) -> None:
         """Its owner is this landing, which ends it in `quiet`."""
@@ -301,10 +300,10 @@ class TcpLanding(Landing):
 
     def _received(self, transfer: Transfer) -> None:
         incoming = self._open[transfer]
-        assert self._load is not None
+        assert self._load is not None and isinstance(transfer, Inbound)
         try:
-            if incoming.sums is not None:
-                self._load.compare(incoming.header, incoming.sums.sums)
+            if transfer.summed:
+                self._load.verify_run(incoming.header, *transfer.sums())
         except BatonError as error:
             self._target.drop(incoming)
             self._end(incoming)
@@ -325,7 +324,8 @@ class TcpLanding(Landing):
             self._fail_with(_not_written(failure))
 
     def _end(self, incoming: Incoming) -> None:
-        self._open.pop(incoming.transfer, None)
+        if incoming.transfer is not None:
+            self._open.pop(incoming.transfer, None)
         if not incoming.written.done():
             incoming.written.set_result(None)
         self._notify()

@@ -1,9 +1,10 @@
 """P's end of an open load with the transport tcp: notices on the stream say what comes, a socket carries the bytes.
 
-Runs are made ready (their blocks found, on a device copied out of it, their checksums made), their notices are sent,
-and their bytes are queued for the socket, in the order of the notices. All three go on at once for runs that follow one
-another: `AHEAD` batches are being made ready, and `QUEUED_BYTES` wait for the socket. Out of host memory no byte is
-copied on this side but by the kernel; out of a device each is copied once, into the slot from which it is sent.
+Runs are made ready (their blocks found, on a device copied out of it), their notices are sent, and their bytes are
+queued for the socket, in the order of the notices. All three go on at once for runs that follow one another: `AHEAD`
+batches are being made ready, and so much waits for the socket as `Source` says. Checksums are made while the bytes are
+sent (data_connection.Outbound), and follow them. Out of host memory no byte is copied on this side but by the kernel;
+out of a device each is copied once, into the slot from which it is sent.
 
 A slot is held until its bytes were taken by the socket. When the peer does not keep up within a worker's turn
 (data_connection.TURN_S), what is left of them is copied aside and the slot is given back, so a slow peer costs memory
@@ -21,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from cache_store import checksum
-from cache_store.data_connection import DataConnection, Mover, Transfer, views_of
+from cache_store.data_connection import DataConnection, Mover, Outbound, Transfer, views_of
 from cache_store.data_listener import DataListener
 from cache_store.pool import HostKvPool
 from cache_store.reader import Run
@@ -37,28 +38,21 @@ from rpc.errors import BatonError, ErrorCode
 AHEAD = 2
 BATCH_BYTES = 4 << 20
 QUEUED_BYTES = 8 << 20
-NOTICE_BYTES = 4 << 20  # an event that speaks of so much is sent
-INLINE_BYTES = 64 * 1024  # checksums of so much are made on the loop
+# Views of a pool cost no memory of their own, and each event costs both ends' loops a moment that their workers lack.
+VIEWED_BYTES = 64 << 20
+INLINE_BYTES = 64 * 1024  # so much is gathered on the loop
 GATHERED_ROW_BYTES = 2048  # rows that are smaller are gathered: a system call takes few views
 # The word of the peer itself, that it has given up or that the lease has ended, is on its way by the stream.
 GRACE_S = 1.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """Blocks of a run, and what is said of them."""
+@dataclass(eq=False)
+class Outgoing:
+    """A run that is ready to be sent. `slot` is given back when its bytes are out of it."""
 
     run: Run
     blocks: list[int]
-    sums: list[int]
-
-
-@dataclass(eq=False)
-class Outgoing:
-    """Runs that are ready to be sent, one after the other. `slot` is given back when their bytes are out of it."""
-
-    parts: list[Part]
-    transfer: Transfer
+    transfer: Outbound
     slot: Slot | None = None
 
 
@@ -66,12 +60,18 @@ Chosen = list[tuple[Run, list[int]]]
 
 
 class Source(ABC):
-    """How the bytes of runs become views that can be sent. `batch_bytes`: of the runs that are made ready together."""
+    """How the bytes of runs become views that can be sent."""
 
-    batch_bytes: int
+    def batch_bytes(self, run: Run) -> int:
+        """Of the runs that are made ready together, from `run` on, once the first ones are under way."""
+        return BATCH_BYTES
+
+    def queued_bytes(self, run: Run) -> int:
+        """How much may wait for the socket before more is made ready. `run`: the last one."""
+        return QUEUED_BYTES
 
     @abstractmethod
-    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[Outgoing]:
+    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[list[Outgoing]]:
         """Begins to make runs ready. May wait for room. To cancel the future does not end the copy."""
 
     def give_back(self, outgoing: Outgoing) -> None:
@@ -82,28 +82,28 @@ class Source(ABC):
 class HostSource(Source):
     """Blocks in host memory: views of the pool."""
 
-    batch_bytes = BATCH_BYTES
-
     def __init__(self, pool: HostKvPool) -> None:
         self._pool = pool
 
-    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[Outgoing]:
+    def batch_bytes(self, run: Run) -> int:
+        return BATCH_BYTES if _gathered(run) else VIEWED_BYTES
+
+    def queued_bytes(self, run: Run) -> int:
+        return QUEUED_BYTES if _gathered(run) else VIEWED_BYTES
+
+    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[list[Outgoing]]:
         loop = asyncio.get_running_loop()
-        rows = [sender.rows(run, blocks) for run, blocks in chosen]
         workers = sender.link.workers
-        work = sum(
-            each.nbytes
-            for each, (run, blocks) in zip(rows, chosen, strict=True)
-            if each.unit_bytes < GATHERED_ROW_BYTES or sender.covered(run, blocks)
-        )
-        if work >= INLINE_BYTES and workers is not None:
+        rows = [sender.rows(run, blocks) for run, blocks in chosen]
+        copied = sum(each.nbytes for each in rows if each.unit_bytes < GATHERED_ROW_BYTES)
+        if copied >= INLINE_BYTES and workers is not None:
             return loop.run_in_executor(workers, self._make, sender, chosen, rows)
-        made: asyncio.Future[Outgoing] = loop.create_future()
+        made: asyncio.Future[list[Outgoing]] = loop.create_future()
         made.set_result(self._make(sender, chosen, rows))
         return made
 
-    def _make(self, sender: TcpSender, chosen: Chosen, rows: list[Rows]) -> Outgoing:
-        return sender.pack(chosen, [self._views(each) for each in rows])
+    def _make(self, sender: TcpSender, chosen: Chosen, rows: list[Rows]) -> list[Outgoing]:
+        return [sender.pack(run, blocks, self._views(each)) for (run, blocks), each in zip(chosen, rows, strict=True)]
 
     def _views(self, rows: Rows) -> list[memoryview]:
         layer = self._pool.layer(rows.group, rows.layer)
@@ -119,18 +119,19 @@ class StagedSource(Source):
     """Blocks on a device: copied into a slot, and sent from there. A block that is larger than a slot goes through it
     in parts."""
 
-    batch_bytes = 1  # one run
-
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
-    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[Outgoing]:
+    def batch_bytes(self, run: Run) -> int:
+        return 1  # one run
+
+    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[list[Outgoing]]:
         ((run, blocks),) = chosen
         ring, rows = self._staging.reads, sender.rows(run, blocks)
-        made: asyncio.Future[Outgoing] = asyncio.get_running_loop().create_future()
+        made: asyncio.Future[list[Outgoing]] = asyncio.get_running_loop().create_future()
         if rows.nbytes > ring.slot_bytes:
             whole = await self._gather(sender, rows)
-            made.set_result(sender.pack(chosen, [[whole]]))
+            made.set_result([sender.pack(run, blocks, [whole])])
             return made
         slot = ring.try_take() or await ring.take()
         self._read(sender, rows, slot, partial(self._copied, made, sender, chosen, slot, rows.nbytes))
@@ -147,7 +148,7 @@ class StagedSource(Source):
 
     def _copied(
         self,
-        made: asyncio.Future[Outgoing],
+        made: asyncio.Future[list[Outgoing]],
         sender: TcpSender,
         chosen: Chosen,
         slot: Slot,
@@ -157,9 +158,10 @@ class StagedSource(Source):
         try:
             if failure is not None:
                 raise failure
-            outgoing = sender.pack(chosen, [[slot.view[:size]]])
+            ((run, blocks),) = chosen
+            outgoing = sender.pack(run, blocks, [slot.view[:size]])
             outgoing.slot = slot
-            made.set_result(outgoing)
+            made.set_result([outgoing])
         except Exception as error:
             self._staging.reads.give(slot)
             made.set_exception(error)
@@ -194,6 +196,11 @@ class StagedSource(Source):
             self._staging.reads.give(slot)
 
 
+def _gathered(run: Run) -> bool:
+    """Whether the rows of a run may be so small that they are copied together."""
+    return run.wanted.positions is not None or run.wanted.partition_count > 1
+
+
 class TcpSender(Sender):
     transport = TCP
 
@@ -205,9 +212,13 @@ class TcpSender(Sender):
         self._expected = listener.expect()
         self._connection: DataConnection | None = None
         self._mover: Mover | None = None
-        self._making: deque[asyncio.Future[Outgoing]] = deque()
+        self._making: deque[asyncio.Future[list[Outgoing]]] = deque()
         self._sending: dict[Transfer, Outgoing] = {}
-        self._moved: asyncio.Future[None] | None = None  # of whoever waits for something to leave `_sending`
+        self._unsent = 0  # bytes of it
+        self._moved: asyncio.Future[None] | None = (
+            None  # of whoever waits until there are no more of them than `_limit`
+        )
+        self._limit = 0
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._grace: asyncio.TimerHandle | None = None
         self._held_up = False  # the peer takes nothing now
@@ -218,27 +229,16 @@ class TcpSender(Sender):
     def rows(self, run: Run, blocks: list[int]) -> Rows:
         return run.wanted.rows(run.layer, blocks, self._reader.lease.blocks[run.wanted.layout.tag])
 
-    def covered(self, run: Run, blocks: list[int]) -> bool:
-        return checksum.covered(self._link.checksum, run.layer, blocks[0])
-
     def check_stop(self) -> None:
         self._check_stop()
 
-    def pack(self, chosen: Chosen, views: list[list[memoryview]]) -> Outgoing:
-        """views: of each run. Reads those once that have checksums. Called by any thread."""
-        parts: list[Part] = []
-        all_views: list[memoryview] = []
-        for (run, blocks), each in zip(chosen, views, strict=True):
-            sums = checksum.BlockSums(run.wanted.piece_bytes)
-            if self.covered(run, blocks):
-                for view in each:
-                    sums.add(view)
-            parts.append(Part(run, blocks, sums.sums))
-            all_views += self._spoilt(each) if self._damaged(run) else each
-        return Outgoing(parts, Transfer.of(all_views))
-
-    def _spoilt(self, views: list[memoryview]) -> list[memoryview]:
-        return [memoryview(damaged(b"".join(views)))]
+    def pack(self, run: Run, blocks: list[int], views: list[memoryview]) -> Outgoing:
+        """Called by any thread."""
+        transfer = Outbound(views, checksum.covered(self._link.checksum, run.layer, blocks[0]))
+        if self._damaged(run):
+            transfer.hash_now()
+            transfer.replace([memoryview(damaged(b"".join(views)))])
+        return Outgoing(run, blocks, transfer)
 
     # ---- the stream
 
@@ -257,19 +257,20 @@ class TcpSender(Sender):
             made = await self._source.begin(self, chosen)
             self._making.append(made)
             made.add_done_callback(self._made)
+            if made.done():
+                break  # there is nothing to wait for that could be done meanwhile
         if not self._making:
             return False
         await self._or_stop(self._making[0])
         ready: list[Outgoing] = []
         size = 0
-        while self._making and self._making[0].done() and size < NOTICE_BYTES:
-            outgoing = self._making.popleft().result()
-            self._sending[outgoing.transfer] = outgoing  # whatever happens, its slot is given back
-            ready.append(outgoing)
-            size += outgoing.transfer.size
-        notices = [
-            self._header(part.run, part.blocks, checksums=part.sums) for outgoing in ready for part in outgoing.parts
-        ]
+        while self._making and self._making[0].done() and size < BATCH_BYTES:
+            for outgoing in self._making.popleft().result():
+                self._sending[outgoing.transfer] = outgoing  # whatever happens, its slot is given back
+                self._unsent += outgoing.transfer.size
+                ready.append(outgoing)
+                size += outgoing.transfer.size
+        notices = [self._header(outgoing.run, outgoing.blocks) for outgoing in ready]
         effect = await self._write(pb.LoadEvent(notices=notices).SerializeToString(), "pieces")
         if effect & faults.DROP:
             for outgoing in ready:
@@ -278,16 +279,17 @@ class TcpSender(Sender):
         mover = self._mover or await self._connect()
         for outgoing in ready:
             mover.put(outgoing.transfer)
-        while sum(transfer.size for transfer in self._sending) > QUEUED_BYTES:
-            await self._or_moved()
+        await self._or_moved(self._source.queued_bytes(ready[-1].run))
         return True
 
     async def _next_batch(self) -> Chosen:
         """The next runs that are ready, less what a fault point drops; empty when none is."""
         chosen: Chosen = []
-        size = 0
-        limit = 1 if faults.armed() else self._source.batch_bytes
+        size, limit = 0, 1
         while size < limit and (run := self._reader.next_run()) is not None:
+            limit = 1 if faults.armed() else self._source.batch_bytes(run)
+            if self._mover is None:
+                limit = min(limit, BATCH_BYTES)
             blocks = await self._chosen(run)
             if blocks:
                 chosen.append((run, blocks))
@@ -295,8 +297,7 @@ class TcpSender(Sender):
         return chosen
 
     async def _drain(self) -> None:
-        while self._sending:
-            await self._or_moved()
+        await self._or_moved(0)
 
     async def _connect(self) -> Mover:
         """The peer connects when it has the first notice."""
@@ -317,9 +318,12 @@ class TcpSender(Sender):
         assert self._link.workers is not None
         return self._link.workers
 
-    async def _or_moved(self) -> None:
-        self._moved = asyncio.get_running_loop().create_future()
-        await self._or_stop(self._moved)
+    async def _or_moved(self, limit: int) -> None:
+        """Until no more bytes than that wait for the socket. Nobody is woken sooner."""
+        if self._unsent > limit:
+            self._limit = limit
+            self._moved = asyncio.get_running_loop().create_future()
+            await self._or_stop(self._moved)
 
     async def _or_stop(self, future: asyncio.Future[Any]) -> None:
         """Returns when the future is done; raises when the lease ends or the connection breaks before."""
@@ -334,9 +338,10 @@ class TcpSender(Sender):
     def _sent(self, transfer: Transfer) -> None:
         outgoing = self._sending.pop(transfer)
         self._source.give_back(outgoing)
-        if self._moved is not None and not self._moved.done():
+        self._unsent -= transfer.size
+        if self._unsent <= self._limit and self._moved is not None and not self._moved.done():
             self._moved.set_result(None)
-        self._reader.sent(sum(len(part.blocks) for part in outgoing.parts), self._link.clock())
+        self._reader.sent(len(outgoing.blocks), self._link.clock())
         self._link.observe("kv_transfer_bytes_total", transfer.size, transport=TCP, direction="sent")
 
     def _turned(self, moved: int, held_up: bool) -> None:
@@ -350,18 +355,15 @@ class TcpSender(Sender):
                 if made.done():
                     self._made(made)
 
-    def _made(self, made: asyncio.Future[Outgoing]) -> None:
+    def _made(self, made: asyncio.Future[list[Outgoing]]) -> None:
         if self._held_up and not made.cancelled() and made.exception() is None:
-            self._set_aside(made.result())
+            for outgoing in made.result():
+                self._set_aside(outgoing)
 
     def _set_aside(self, outgoing: Outgoing) -> None:
         """Gives the slot back, because the peer is slow."""
         if outgoing.slot is not None:
-            views = outgoing.transfer.views
-            rest = memoryview(b"".join(views))
-            views.clear()
-            if rest.nbytes:
-                views.append(rest)
+            outgoing.transfer.replace([memoryview(b"".join(outgoing.transfer.views))])
             self._source.give_back(outgoing)
 
     def _fail(self, error: Exception) -> None:
@@ -396,11 +398,12 @@ class TcpSender(Sender):
             finally:
                 self._let_go(making)
 
-    def _let_go(self, making: list[asyncio.Future[Outgoing]]) -> None:
+    def _let_go(self, making: list[asyncio.Future[list[Outgoing]]]) -> None:
         self._making.clear()
         for future in making:
             if not future.cancelled() and future.exception() is None:
-                self._source.give_back(future.result())
+                for outgoing in future.result():
+                    self._source.give_back(outgoing)
         for outgoing in self._sending.values():
             self._source.give_back(outgoing)
         self._sending.clear()

@@ -3,10 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from cache_store.data_connection import DataConnection, Mover, Transfer
+import pytest
+import xxhash
+
+from cache_store.data_connection import HASHED_BYTES, SUM_BYTES, DataConnection, Inbound, Mover, Outbound, Transfer
+
+
+def cut(data: bytes, dice: random.Random) -> list[memoryview]:
+    """The same bytes in pieces of any size."""
+    views, at = [], 0
+    while at < len(data):
+        step = dice.choice((1, 7, 1000, 90_000))
+        views.append(memoryview(data)[at : at + step])
+        at += step
+    return views
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_them_all_and_follows(seed: int) -> None:
+    dice = random.Random(seed)
+    data = dice.randbytes(2 * HASHED_BYTES + seed)
+    digest = xxhash.xxh3_64_intdigest(data)
+    out = Outbound(cut(data, dice), summed=True)
+    landed = bytearray(len(data))
+    into = Inbound([memoryview(landed)[:3001], memoryview(landed)[3001:]], summed=True)
+    wire = b""
+    while out.unfinished:
+        if dice.random() < 0.2:
+            out.replace([memoryview(b"".join(out.views))])
+        views, size = out.next_views()
+        moved = b"".join(views)
+        assert 0 < len(moved) == size <= HASHED_BYTES + SUM_BYTES
+        count = size if dice.random() < 0.5 else dice.randrange(size + 1)
+        wire += moved[:count]
+        out.take_off(count)
+    assert wire == data + digest.to_bytes(SUM_BYTES, "little")
+    while into.unfinished:
+        views, size = into.next_views()
+        count = dice.randrange(1, size + 1)
+        part, wire = wire[:count], wire[count:]
+        for view in views:
+            step = min(len(part), view.nbytes)
+            view[:step], part = part[:step], part[step:]
+        into.take_off(count)
+    assert (landed, into.sums(), wire) == (data, (digest, digest), b"")
+
+
+def test_checksum_when_other_bytes_are_sent_than_were_hashed_then_both_ends_do_not_agree() -> None:
+    data = bytes(HASHED_BYTES)
+    out = Outbound([memoryview(data)], summed=True)
+    out.hash_now()
+    out.replace([memoryview(b"\x01" + data[1:])])
+    into = Inbound([memoryview(bytearray(len(data)))], summed=True)
+    while out.unfinished:
+        views, size = out.next_views()
+        for source, target in zip(views, into.next_views()[0], strict=True):
+            target[:] = source
+        out.take_off(size)
+        into.take_off(size)
+    have, want = into.sums()
+    assert want == xxhash.xxh3_64_intdigest(data) != have
 
 
 async def test_ended_when_a_turn_is_over_and_the_loop_has_not_seen_it_then_what_was_moved_is_reported_first() -> None:
@@ -20,7 +80,7 @@ async def test_ended_when_a_turn_is_over_and_the_loop_has_not_seen_it_then_what_
             DataConnection(ours), workers, sending=True, done=reported.append, failed=failures.append,
             turned=lambda moved, held_up: None,
         )  # fmt: skip
-        transfer = Transfer.of([memoryview(b"x" * 1000)])
+        transfer = Outbound([memoryview(b"x" * 1000)])
         mover.put(transfer)
         turn = mover._turn
         assert turn is not None

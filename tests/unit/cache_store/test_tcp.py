@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,9 +14,10 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
+import xxhash
 
 from cache_store.agent import GroupLayout
-from cache_store.data_connection import TOKEN_BYTES, greeting
+from cache_store.data_connection import SUM_BYTES, TOKEN_BYTES, greeting
 from cache_store.data_listener import NO_ROOM_PAUSE_S
 from cache_store.peers import TCP_AGAIN_S
 from protos import cache_store_pb2 as pb
@@ -75,6 +77,11 @@ def read(connection: socket.socket, count: int) -> bytes:
     return said
 
 
+def sent_bytes(blocks: int) -> int:
+    """What a load of so many blocks is on its data connection, with a checksum for each layer."""
+    return LAYOUT.num_layers * (blocks * LAYOUT.block_bytes + SUM_BYTES)
+
+
 def load_request(blocks: int) -> pb.LoadRequest:
     return pb.LoadRequest(
         reference=pb.KvReference(engine_id="prefill", request_key=KEY),
@@ -119,13 +126,16 @@ def test_connection_when_its_token_is_unknown_or_was_used_then_it_is_closed_and_
         with connect(prefill) as mine, connect(prefill) as thief:
             mine.sendall(token[:7])
             mine.sendall(token[7:])
-            size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
-            assert read(mine, size) == prefill.blocks([5, 9]).tobytes()
+            expected = b""
+            for layer in prefill.memory["full"]:  # the blocks of a notice, then their checksum
+                blocks = layer[[5, 9]].tobytes()
+                expected += blocks + struct.pack("<Q", xxhash.xxh3_64_intdigest(blocks))
+            assert read(mine, len(expected)) == expected
             thief.sendall(token)
             assert thief.recv(1) == b""
             rest = list(events)
             assert [(n.layer, list(n.blocks), len(n.checksums)) for event in rest for n in event.notices] == [
-                (layer, [0, 1], 2) for layer in range(LAYOUT.num_layers)
+                (layer, [0, 1], 0) for layer in range(LAYOUT.num_layers)
             ]
             assert not any(event.data or event.HasField("pieces") for event in rest)
             # The load is over, and the connection is free for another token; this one is void.
@@ -308,8 +318,7 @@ def test_connection_when_it_ends_in_the_middle_of_a_block_then_the_load_fails_an
 
 
 def test_bytes_when_there_are_more_than_announced_then_the_load_fails() -> None:
-    size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
-    with pair() as (prefill, decode), between(prefill, extra=(size, b"more")):
+    with pair() as (prefill, decode), between(prefill, extra=(sent_bytes(2), b"more")):
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
         failed = decode.load_failed()
@@ -320,8 +329,8 @@ def test_bytes_when_there_are_more_than_announced_then_the_load_fails() -> None:
 
 
 def test_bytes_when_there_are_fewer_than_announced_then_the_progress_limit_ends_the_load() -> None:
-    size = 2 * LAYOUT.num_layers * LAYOUT.block_bytes
-    with pair(load_progress_timeout_s=1.5) as (prefill, decode), between(prefill, allowed=size - 1) as middle:
+    allowed = sent_bytes(2) - 1
+    with pair(load_progress_timeout_s=1.5) as (prefill, decode), between(prefill, allowed=allowed) as middle:
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
         failed = decode.load_failed()
