@@ -37,7 +37,7 @@ def chaos(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
 def test_campaign_when_everything_fails_at_random_then_answers_are_right_or_typed_and_nothing_is_left(
     tmp_path: Path,
 ) -> None:
-    flags = ("--seconds", extent("40", "240"), "--requests", "100000", "--seed", "11", "--blow-seconds", "4")
+    flags = ("--seconds", extent("60", "240"), "--requests", "100000", "--seed", "11", "--blow-seconds", "4")
     status, report, output = chaos(tmp_path, *flags, "--intensity", "2")
     states = "\n".join(state.read_text() for state in tmp_path.glob("*/state.txt"))
     assert (status, report["violations"]) == (0, []), f"{output}\n{states}"
