@@ -4,6 +4,7 @@ tests that run side by side (pytest-xdist) share a machine."""
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -99,12 +100,41 @@ def _keep_temporary_files_together(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str:
+    return "" if WHOLE else "without tests marked `extended`: `make test-all` (BATON_TESTS=all) runs them too"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if WHOLE:
         return
-    for item in items:
-        if item.get_closest_marker("extended") is not None:
-            item.add_marker(pytest.mark.skip(reason="extended: `make test-all` (BATON_TESTS=all) runs it too"))
+    # Left out and not skipped: there are thousands of them, and each skip is reported from process to process.
+    left_out = [item for item in items if item.get_closest_marker("extended") is not None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item.get_closest_marker("extended") is None]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go whole to one worker or another, and those that share a cluster to the same one: it starts once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SHARING if _shares_cluster(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+SHARING = "tests/conformance: with one cluster"
+
+
+@functools.cache
+def _shares_cluster(file: Path) -> bool:
+    """Whether the tests of a file ask for the fixture `live` of tests/conformance."""
+    return file.parent.name == "conformance" and "live: Live" in file.read_text(encoding="utf-8")
 
 
 # Outermost, so that waiting for a turn does not count as a part of the test's time.
