@@ -15,7 +15,7 @@ from typing import Any
 
 from router.answer import AnswerRequest, Prompt
 from router.grammar.admission import GrammarAdmission
-from router.grammar.keys import AskedGrammar, most_bytes, wrong
+from router.grammar.keys import AskedGrammar, wrong
 from router.open_requests import OpenRequest
 from router.requests import Api, ModelFacts, RouterRequest, Sampling
 from router.text.chat_template import ChatTemplate, missing_template
@@ -194,15 +194,12 @@ def check_ranges(params: GenerationParams, vocab_size: int) -> None:
         _check_messages(params.messages)
 
 
-def _check_min_tokens(min_tokens: int, grammar: AskedGrammar) -> None:
-    """Refuses what a grammar leaves no room for, as far as it can be told without trying."""
-    if grammar.ends:
-        # A text of one token may be complete, and nothing else may follow it.
-        allowed = f"at most 1 with {grammar.field}, whose texts end by themselves"
+def _check_room(min_tokens: int, grammar: AskedGrammar, most_bytes: int | None) -> None:
+    """Refuses what no text of a grammar is long enough for; a token has one byte at least. Which text an answer takes,
+    only the engine sees."""
+    if most_bytes is not None and min_tokens > most_bytes:
+        allowed = f"at most {most_bytes} with {grammar.field}, whose texts have no more"
         raise out_of_range("min_tokens", min_tokens, allowed)
-    most = most_bytes(grammar.spec)
-    if most is not None and min_tokens > most:
-        raise out_of_range("min_tokens", min_tokens, f"at most {most} with {grammar.field}, whose texts have no more")
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -256,8 +253,10 @@ class RequestValidator:
             raise missing_template(name)
         if params.tools is not None:
             self._hold_to_tools(params, params.tools)
-        if params.grammar is not None and params.min_tokens is not None and params.min_tokens > 1:
-            _check_min_tokens(params.min_tokens, params.grammar)
+        if params.grammar is not None and params.grammar.ends and (params.min_tokens or 0) > 1:
+            # A text of one token may be complete, and nothing else may follow it.
+            allowed = f"at most 1 with {params.grammar.field}, whose texts end by themselves"
+            raise out_of_range("min_tokens", params.min_tokens, allowed)
         return name
 
     def _hold_to_tools(self, params: GenerationParams, tools: ToolRequest) -> None:
@@ -277,12 +276,13 @@ class RequestValidator:
                 raise not_offered(params.grammar.field)
             try:
                 async with asyncio.timeout(owner.deadline.timeout()):
-                    await self._grammars.admit(params.grammar.spec, params.grammar.field)
+                    most_bytes = await self._grammars.admit(params.grammar.spec, params.grammar.field)
             except TimeoutError:
                 raise BatonError(
                     ErrorCode.GENERATE_TIMEOUT,
                     "the request's deadline passed while its grammar was checked; allow it more time",
                 ) from None
+            _check_room(params.min_tokens or 0, params.grammar, most_bytes)
         facts = self.model()
         name = check_model(params.model, facts)
         prompts = [self._fit(prompt, params, facts.max_model_len) for prompt in await self._prompts(params, facts)]

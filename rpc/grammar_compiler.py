@@ -13,6 +13,7 @@ from typing import Any
 
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import MAX_WHITESPACE, MOST_TIMES, GrammarKind, GrammarSpec, count_beyond, half_character
+from rpc.grammar_length import longest_text
 from rpc.json_schema_support import UnsupportedSchema, check_schema
 from rpc.vocabulary import Vocabulary
 from rpc.xgrammar_library import XgrammarUnavailable, load_xgrammar
@@ -21,6 +22,7 @@ from rpc.xgrammar_library import XgrammarUnavailable, load_xgrammar
 _WHERE_IN_LIBRARY = re.compile(r"^(?:\[[0-9:.]+\]\s*)?(?:\S+\.(?:cc|h):\d+:\s*)")
 _POSITION = re.compile(r"line (\d+), column (\d+)|position (\d+)")
 _MAX_MESSAGE = 400
+_MEASURED_CHARS = 1 << 14  # of grammars whose longest text is looked for, which takes up to some 50 ms
 
 
 class GrammarCompiler:
@@ -122,6 +124,19 @@ class GrammarCompiler:
         matcher.fill_next_token_bitmask(mask, 0)
         if not mask.any() and not matcher.is_completed():
             raise _error(spec.kind, "can be fulfilled by no text of this model's tokens", {})
+
+    def most_bytes(self, spec: GrammarSpec) -> int | None:
+        """Bytes of the longest text of a grammar that compiles, of which a token has one at least; None: there is no
+        longest, or it cannot be told. JSON is not looked at."""
+        grammar = self.library.Grammar
+        read = {
+            GrammarKind.REGEX: grammar.from_regex,
+            GrammarKind.EBNF: grammar.from_ebnf,
+            GrammarKind.STRUCTURAL_TAG: grammar.from_structural_tag,
+        }.get(spec.kind)
+        if read is None or len(spec.text) > _MEASURED_CHARS:
+            return None
+        return longest_text(read(spec.text).serialize_json())
 
     def _compile(self, spec: GrammarSpec) -> Any:
         compiler = self._compiler

@@ -145,8 +145,9 @@ class GrammarAdmission:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def admit(self, spec: GrammarSpec, param: str) -> None:
-        """Returns when the grammar has been found to compile.
+    async def admit(self, spec: GrammarSpec, param: str) -> int | None:
+        """Returns when the grammar has been found to compile: the bytes of its longest text, None where there is no
+        longest one or it cannot be told.
 
         Raises ERROR_GENERATE_CONFIG_FORMAT with the parser's position, or with the cause `timeout` or `memory`,
         ROUTER_QUEUE_TIMEOUT and ROUTER_QUEUE_FULL when no helper had time, EXECUTION_EXCEPTION when the helper died,
@@ -164,6 +165,7 @@ class GrammarAdmission:
             raise BatonError(
                 ErrorCode(verdict.code), verdict.message, param=param, metadata=dict(verdict.metadata), stage="tokenize"
             )
+        return verdict.most_bytes
 
     def statistics(self) -> dict[str, object]:
         """For `/server_info`."""

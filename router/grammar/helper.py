@@ -67,12 +67,13 @@ class HelperPid(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of one grammar: code 0, or why it is refused."""
+    """What became of one grammar: code 0 and how long its texts can be, or why it is refused."""
 
     seconds: float
     code: int = 0
     message: str = ""
     metadata: Mapping[str, str] = {}
+    most_bytes: int | None = None  # of its longest text, where there is one and it can be told
 
 
 def read_frame(stream: io.BufferedIOBase) -> bytes | None:
@@ -188,6 +189,7 @@ def _judge(compiler: Any, spec: GrammarSpec, memory_bytes: int) -> Verdict:
     _limit_memory(_address_space() + memory_bytes)
     try:
         compiler.check(spec)
+        most_bytes = compiler.most_bytes(spec)
     except BatonError as error:
         return Verdict(time.perf_counter() - began, int(error.code), error.message, dict(error.metadata))
     except Exception as error:
@@ -199,7 +201,7 @@ def _judge(compiler: Any, spec: GrammarSpec, memory_bytes: int) -> Verdict:
         )
     finally:
         _limit_memory(resource.RLIM_INFINITY)
-    return Verdict(time.perf_counter() - began)
+    return Verdict(time.perf_counter() - began, most_bytes=most_bytes)
 
 
 def _limit_memory(size: int) -> None:

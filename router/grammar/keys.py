@@ -7,11 +7,8 @@ The common names are `json_schema`, `regex`, `choice`, `ebnf` and `structural_ta
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 from rpc.errors import BatonError, ErrorCode
@@ -33,7 +30,6 @@ _STRUCTURED = {
     "structural_tag": "structural_tag",
     "json_object": "json_object",
 }
-_MEASURED_CHARS = 4096
 _ENDS = frozenset(("json_object", "json_schema", "choice"))
 # Of `response_format` and its `json_schema`, which have members that only explain.
 _FORMAT_KEYS = frozenset(("type", "json_schema"))
@@ -83,25 +79,6 @@ def _asked(body: Mapping[str, Any]) -> Iterator[AskedGrammar]:
 def asked_grammar(key: str, value: Any, name: str, field: str) -> AskedGrammar:
     """The grammar under one of the common names; see `grammar_of`."""
     return AskedGrammar(grammar_of(key, value, name), field, key in _ENDS)
-
-
-def most_bytes(spec: GrammarSpec) -> int | None:
-    """Bytes of the longest text that a regular expression matches, of which a token has one at least; None: there is no
-    longest, or it cannot be told."""
-    if spec.kind is not GrammarKind.REGEX or len(spec.text) > _MEASURED_CHARS:
-        return None
-    try:
-        # Python reads nearly the same expressions as the library that keeps to them, and knows their width. What it
-        # finds unusual in them is nothing for the router's log.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            characters = _parser.parse(spec.text).getwidth()[1]
-    except (re.error, RecursionError, OverflowError, ValueError):  # the last one for flags that exclude each other
-        return None
-    if characters >= _parser.MAXREPEAT:
-        return None
-    one_byte_each = spec.text.isascii() and not any(sign in spec.text for sign in (".", "[^", "\\"))
-    return int(characters) * (1 if one_byte_each else 4)
 
 
 def unknown_keys(body: Mapping[str, Any]) -> Iterator[str]:

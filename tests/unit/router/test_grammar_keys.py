@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from router.grammar.keys import most_bytes, read_grammar, unknown_keys
+from router.grammar.keys import read_grammar, unknown_keys
 from router.http.schemas import ChatBody, CompletionBody
 from rpc.errors import BatonError, ErrorCode
-from rpc.grammar import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
+from rpc.grammar import MAX_GRAMMAR_BYTES, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, ensure_ascii=False, separators=(",", ":"))
@@ -141,36 +141,6 @@ def test_texts_when_they_end_by_themselves_then_the_grammar_says_so(body: dict[s
     asked = read_grammar(body)
     assert asked is not None
     assert asked.ends is ends
-
-
-@pytest.mark.parametrize(
-    ("text", "most"),
-    [
-        ("[0-9]{3}", 3),
-        ("(yes|no)", 3),
-        ("a?b{2,5}", 6),
-        (r"\d{4}-\d{2}", 28),
-        (".{2}", 8),
-        ("é", 4),
-        ("[^a]", 4),
-        ("a*", None),
-        ("a{3,}", None),
-        ("(a+)?", None),
-        ("(a", None),
-        (r"\u{1f600}", None),
-        ("a" * 5000, None),
-        ("(?a)(?u)b", None),
-        ("(" * 3000 + "a" + ")" * 1000, None),
-    ],
-)
-def test_longest_text_when_an_expression_has_one_then_it_is_known(text: str, most: int | None) -> None:
-    assert most_bytes(GrammarSpec(GrammarKind.REGEX, text)) == most
-    assert most_bytes(GrammarSpec(GrammarKind.EBNF, text)) is None
-
-
-def test_longest_text_when_an_expression_looks_unusual_then_nobody_is_warned_of_it(recwarn: Any) -> None:
-    assert most_bytes(GrammarSpec(GrammarKind.REGEX, "[[a]b{2}")) == 3
-    assert recwarn.list == []
 
 
 @pytest.mark.parametrize("beams", [{"use_beam_search": True}, {"num_beams": 2}])

@@ -10,6 +10,7 @@ import pytest
 from rpc.errors import BatonError, ErrorCode
 from rpc.grammar import GrammarKind, GrammarSpec, choice_grammar
 from rpc.grammar_compiler import GrammarCompiler
+from rpc.grammar_length import longest_text
 from rpc.vocabulary import Vocabulary, load_backend
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -148,6 +149,54 @@ def test_check_when_nothing_can_begin_or_something_can_then_only_the_first_is_re
             compiler.check(spec)
         assert caught.value.code is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
     compiler.check(GrammarSpec(GrammarKind.EBNF, 'root ::= ""'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "most"),
+    [
+        ("regex", "[0-9]{3}", 3),
+        ("regex", "(yes|no)", 3),
+        ("regex", "a?b{2,5}", 6),
+        ("regex", "[[a]b{2}", 3),
+        ("regex", r"\d{4}-\w", 6),
+        ("regex", ".{2}", 8),
+        ("regex", "[^a]é", 6),
+        ("regex", "[à-ü߿]", 2),
+        ("regex", "[ࠀ-￿]{2}", 6),
+        ("regex", "((a{1000}){1000}){1000}", 10**9),
+        ("regex", "((a{1000}){1000}){3000}", None),
+        ("regex", "a*", None),
+        ("regex", "a{3,}", None),
+        ("regex", "a" * (1 << 14) + "a", None),
+        ("regex", "(" * 900 + "a" + ")" * 900, 1),
+        ("ebnf", 'root ::= "ab" x{2,4} | ""\nx ::= [a-z] | "é"', 10),
+        ("ebnf", 'root ::= x (= "a")\nx ::= [ab] y\ny ::= "c"?', 2),
+        ("ebnf", 'root ::= "(" root ")" | ""', None),
+        ("ebnf", "root ::= [a-z]*", None),
+        ("structural_tag", TAG, None),
+        ("structural_tag", TAG.replace("true", '{"enum": ["yes", "no"]}'), 12),
+        ("structural_tag", '{"type": "structural_tag", "format": {"type": "any_text"}}', None),
+        ("json_object", "", None),
+        ("json_schema", '{"const": 1}', None),
+    ],
+)
+def test_longest_text_when_a_grammar_has_one_then_its_bytes_are_known(
+    compiler: GrammarCompiler, kind: str, text: str, most: int | None
+) -> None:
+    assert compiler.most_bytes(GrammarSpec(GrammarKind(kind), text)) == most
+
+
+def test_longest_text_when_grammars_are_written_down_otherwise_then_none_has_a_bound(compiler: GrammarCompiler) -> None:
+    written = json.loads(compiler.library.Grammar.from_regex("ab").serialize_json())
+    assert longest_text(json.dumps(written)) == 2
+    rule = written["rules"][0]
+    for change in (
+        {"__VERSION__": "v19"},
+        {"suffix_stop_infos": [[0]]},
+        {"rules": [[*rule[:4], 3, *rule[5:]]]},
+        {"grammar_expr_data": [9, *written["grammar_expr_data"][1:]]},
+    ):
+        assert longest_text(json.dumps(written | change)) is None
 
 
 def test_vocabulary_when_read_from_a_folder_then_specials_add_nothing_and_the_rest_its_bytes() -> None:
