@@ -8,8 +8,8 @@ from typing import Any
 # Of the form that is read here. Another one is not looked at: nothing then has a bound.
 _VERSION = "v18"
 _MOST = 1 << 31  # what is longer has no bound that anybody asks for
-# Kinds of expressions: bytes; a character of a class; nothing; a rule; one after the other; one of several; a rule so many
-# times. What all others stand for (any number of characters, free text, tokens) has no bound.
+# Kinds of expressions: bytes; a character of a class; nothing; a rule; one after the other; one of several; a rule so
+# many times. What all others stand for (any number of characters, free text, tokens) has no bound.
 _BYTES, _CLASS, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 0, 1, 3, 4, 5, 6, 8
 # What follows name, body and look-ahead of a rule that means what its body says.
 _PLAIN_RULE = [-1, -1, "", False, None]
