@@ -24,13 +24,15 @@ import torch
 from engine import process
 from engine.config import EngineConfig
 from engine.core import EngineCore, Wakeup
-from engine.messages import EngineReady
+from engine.messages import EngineReady, Observation
 from engine.parallel import follower
 from engine.parallel.device_communicator import DeviceCommunicator
 from engine.parallel.hub import Hub
-from engine.parallel.messages import FollowerFrame
+from engine.parallel.messages import FollowerFrame, RankFrame
+from engine.parallel.port import Port
+from engine.runner.batch import StepBatch
 from engine.runner.model_runner import FULL_GROUP, ModelRunner
-from engine.startup import start_core
+from engine.startup import LoadedRank, start_core
 
 START_S = 300.0
 END_S = 20.0
@@ -103,12 +105,34 @@ def sum_seconds(runner: ModelRunner, path: str, size: int, count: int) -> float:
 
 class MeasuredFollower(follower.Follower):
     """Also does the jobs that come in frames of this benchmark: as `skipped`, which a server sends with `stop` alone,
-    how many times, and as `skipped_kind` which job."""
+    how many times, and as `skipped_kind` which job. After a job `stamp` it says of the next steps when it had the frame
+    and when its launch was over, readings of `time.perf_counter`, which all processes of a host have in common."""
+
+    def __init__(self, rank: LoadedRank, port: Port, wakeup: Wakeup) -> None:
+        super().__init__(rank, port, wakeup)
+        self._stamps = 0
+        self._launched = 0.0
+        wait_device = rank.runner.communicator.wait_device
+
+        def wait() -> None:  # what a step does once it is launched
+            self._launched = time.perf_counter()
+            wait_device()
+
+        rank.runner.communicator.wait_device = wait  # type: ignore[method-assign]
 
     def _do(self, frame: FollowerFrame) -> bool:
+        received = time.perf_counter()
         if frame.skipped and not frame.stop:
-            do(frame.skipped_kind, frame.skipped, self.rank.runner)
-        return super()._do(frame)
+            if frame.skipped_kind == "stamp":
+                self._stamps = frame.skipped
+            else:
+                do(frame.skipped_kind, frame.skipped, self.rank.runner)
+        goes_on = super()._do(frame)
+        if self._stamps and frame.step is not None:
+            self._stamps -= 1
+            times = {"received": received, "launched": self._launched}
+            self._port.send(RankFrame(observations=[Observation(name, {}, at) for name, at in times.items()]))
+        return goes_on
 
 
 def main() -> int:
@@ -176,6 +200,64 @@ class RankedEngine:
         if self.hub is not None:
             self.hub._send(FollowerFrame(self.hub._next(), skipped=count, skipped_kind=job))
         return do(job, count, self.runner)
+
+    def stepped_apart(self, batch: StepBatch, count: int) -> dict[str, float]:
+        """Seconds of the parts of a step of one token per row, medians of `count`: what `execute` does, move by move,
+        and how far the last of the other ranks lags. `device`: from this rank's first launch to its last one's end."""
+        runner, steps, hub = self.runner, self.runner.device_steps, self.hub
+        assert steps is not None
+        if hub is not None:
+            hub.poll()
+            hub._send(FollowerFrame(hub._next(), skipped=count + 1, skipped_kind="stamp"))
+        parts: dict[str, list[float]] = {}
+        for _ in range(count + 1):
+            marks = [time.perf_counter()]
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.inference_mode():
+                if hub is not None:
+                    runner.check(batch)
+                    marks.append(time.perf_counter())
+                    hub.step(self.core.runner._orders.order(batch, apart=True))  # type: ignore[attr-defined]
+                    marks.append(time.perf_counter())
+                began.record()
+                flight = steps.launch(batch, None)
+                ended.record()
+                marks.append(time.perf_counter())
+                runner.communicator.wait_device()
+                results = steps.finish(batch, flight)
+            marks.append(time.perf_counter())
+            names = ("launch", "wait") if hub is None else ("check", "tell", "launch", "wait")
+            found = {
+                name: later - earlier for name, (earlier, later) in zip(names, itertools.pairwise(marks), strict=True)
+            }
+            torch.cuda.synchronize(runner.device)
+            found["device"] = began.elapsed_time(ended) / 1e3
+            if hub is not None:
+                stamps = self._stamped()
+                found["received after"] = stamps["received"] - marks[2]
+                found["launched after"] = stamps["launched"] - marks[3]
+            for name, seconds in found.items():
+                parts.setdefault(name, []).append(seconds)
+            for row, outcome in zip(batch.rows, results, strict=True):
+                row.start += 1
+                row.token_ids = [outcome.token_id or 0]
+        return {name: statistics.median(seconds[1:]) for name, seconds in parts.items()}
+
+    def _stamped(self) -> dict[str, float]:
+        """The latest reading of each name among the other ranks' of the last step."""
+        assert self.hub is not None
+        latest: dict[str, float] = {}
+        said: set[int] = set()
+        deadline = time.monotonic() + self.hub.timeout_s
+        while len(said) < self.size - 1:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"of {self.size - 1} ranks {sorted(said)} have told their times")
+            for rank, frame in self.hub.poll():
+                for item in frame.observations:
+                    if item.name in ("received", "launched"):
+                        said.add(rank)
+                        latest[item.name] = max(latest.get(item.name, 0.0), item.value)
+        return latest
 
     def __enter__(self) -> RankedEngine:
         return self

@@ -10,7 +10,8 @@ computes.
 
   sum      one sum over ranks inside a graph, by each path, and the path that the engine takes
   decode   `device`: one replay of the graph where replays follow each other; `execute`: what the core waits for, from
-           the order to the other ranks to the tokens on the host
+           the order to the other ranks to the tokens on the host; `apart`: its moves, in microseconds, and how much
+           later than rank 0 the last rank has the order, and is through with its launch
   prompt   from an idle engine's `add` to the first token
   steps    the wall clock of the core's steps while requests decode: scheduling, execution, their news
 
@@ -51,7 +52,8 @@ from engine.parallel.all_reduce_paths import NCCL, SIZES
 
 ENGINE_S = 300.0  # for one engine, from its start to its last figure
 REPLAYS = 12
-EXECUTES = 20
+APART = 8
+EXECUTES = 12
 NEW_TOKENS = 24
 PROMPT_ROUNDS = 3
 COMPARED = 4  # answers of each load of the scheduler
@@ -171,6 +173,7 @@ class Measurement:
             device = engine.together("replay", REPLAYS)
             found["device_ms"] = statistics.median(device) * 1e3
             found["device_ms_range"] = [min(device) * 1e3, max(device) * 1e3]
+            found["apart_us"] = {k: v * 1e6 for k, v in engine.stepped_apart(batch, APART).items()}
         return {**found, "execute_ms": statistics.median(walls[1:]) * 1e3, "graph": result.decode_status}
 
     def prompt(self, tokens: int) -> dict[str, Any]:
@@ -189,6 +192,8 @@ class Measurement:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name} {_text(item)}" for name, item in value.items()) + ")"
     if isinstance(value, list):
         return f"({'–'.join(_text(item) for item in value)})"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
