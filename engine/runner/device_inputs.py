@@ -17,6 +17,7 @@ import torch
 from engine.attention.backend import AttentionRows, BatchLimits, DeviceRows
 from engine.models.step import LastTokens
 from engine.runner.batch import BatchRow, StepBatch
+from engine.runner.inputs import check_batch
 from kernels.metadata import DecodeLayout, PrefillLayout, StepBuffers, prepare_decode, prepare_prefill
 
 _GENERATIONS = 2
@@ -84,6 +85,20 @@ class DeviceInputs:
         self._seats: list[list[int] | None] = [None] * rows
         self._seated = [0] * rows
         self._cuts: dict[int, StepBuffers] = {}  # by rows of a decode step
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises ValueError for a batch that `decode` and `prefill` would refuse. Of tables that the device has already
+        no more is looked at than what is new, so a long context costs no more than a short one."""
+        rows = batch.rows
+        tokens = sum(len(row.token_ids) for row in rows)
+        if not 0 < len(rows) <= self.limits.max_rows or tokens > self.limits.max_tokens:
+            raise ValueError(f"{len(rows)} rows of {tokens} tokens: at most {self.limits} fit")
+        if tokens == len(rows):
+            self._look_up(rows)
+            return
+        check_batch(batch, self.block_size, self.num_blocks)
+        for row in rows:
+            _check_table(row, 1, self.num_blocks, self.limits.max_blocks, self.block_size)
 
     # -- decode ---------------------------------------------------------------------------------------------
 
@@ -159,7 +174,7 @@ class DeviceInputs:
 
     def _look_up(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int], list[int]]:
         """Start of each row, the block that its token goes to, and the rows whose tables the device lacks."""
-        size, limit = self.block_size, self.num_blocks
+        size, limit, most = self.block_size, self.num_blocks, self.limits.max_blocks
         seats, seated = self._seats, self._seated
         starts, blocks, changed = [], [], []
         for index, row in enumerate(rows):
@@ -173,8 +188,8 @@ class DeviceInputs:
             # A table grows at its end; what `blocks` cannot tell is sent whole
             known = seated[index]
             length = len(table)
-            if seats[index] is not table or not (length == known or (length == known + 1 and at == known)):
-                _check_table(row, at + 1, limit, self.limits.max_blocks, size)
+            if seats[index] is not table or not (length == known or (length == known + 1 and at == known < most)):
+                _check_table(row, at + 1, limit, most, size)
                 changed.append(index)
             starts.append(start)
             blocks.append(block)

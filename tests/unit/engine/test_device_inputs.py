@@ -138,6 +138,21 @@ def test_inputs_when_there_are_too_many_rows_then_are_refused() -> None:
             build(StepBatch(rows))
 
 
+def test_inputs_when_a_table_is_wider_than_the_buffers_then_are_refused_and_nothing_is_written() -> None:
+    widest = list(range(1, WIDTH + 1))
+    inputs = new_inputs()
+    row, below = sampled("r", [1], WIDTH * BLOCK - 1, list(widest)), sampled("s", [2], 0, [9])
+    check(inputs.decode(StepBatch([row, below])), [row, below], 2, 2)
+    row.start += 1
+    row.block_table.append(50)  # the one step that sends no table, but a block for the column behind the last
+    before = inputs.buffers.block_tables.clone()
+    for other in (inputs, new_inputs()):
+        for build in (other.decode, other.prefill):
+            with pytest.raises(ValueError, match=f"a table of {WIDTH + 1} blocks, at most {WIDTH} fit"):
+                build(StepBatch([row, below]))
+    assert torch.equal(inputs.buffers.block_tables, before)
+
+
 def test_buffers_when_somebody_would_put_others_in_their_place_then_raise() -> None:
     buffers = new_inputs().buffers
     with pytest.raises(FrozenInstanceError):
