@@ -32,6 +32,7 @@ from rpc.errors import BatonError, ErrorCode
 
 FLAG = "--kv-disk-path"
 SUFFIX = ".kv"
+ASIDE = ".aside"
 STAMP_S = 60.0
 _NEW = "new"
 _HEX_DIGITS = frozenset("0123456789abcdef")
@@ -47,6 +48,7 @@ _log = logging.getLogger(__name__)
 class _Entry:
     size: int  # bytes
     stamped_s: float  # when the time of its file was set
+    stamp_ns: int = 0  # the time to be set when it is read next
 
 
 class DiskTier:
@@ -91,27 +93,37 @@ class DiskTier:
     # -- a Tier ---------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Counts as a use of what it finds, of the last one first: a beginning is of use without what follows. Reads
-        no file."""
-        now = time.monotonic()
-        stale: list[bytes] = []
+        """Counts as a use of what it finds, of the last one first: a beginning is of use without what follows. Touches
+        no file: a prompt waits. Whoever reads one sets its time."""
+        now, stamp_ns = time.monotonic(), time.time_ns()
         with self._lock:
             entries = self._entries
             count = leading(keys, entries)
-            for key in reversed(keys[:count]):
+            for position in range(count - 1, -1, -1):
+                key = keys[position]
                 entries.move_to_end(key)
                 entry = entries[key]
                 if now - entry.stamped_s >= STAMP_S:
-                    entry.stamped_s = now
-                    stale.append(key)
-        for key in stale:
+                    entry.stamp_ns = stamp_ns - position
+        return count
+
+    def has(self, key: bytes) -> bool:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return False
+            self._entries.move_to_end(key)
+        now = time.monotonic()
+        if now - entry.stamped_s >= STAMP_S:
+            entry.stamped_s = now
             with contextlib.suppress(OSError):  # `get` will tell
                 os.utime(self._file(key))
-        return count
+        return True
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Is no use: `find` comes before it, in the right order."""
-        if key not in self._entries:
+        entry = self._entries.get(key)
+        if entry is None:
             return False
         try:
             # Without O_NONBLOCK a pipe that somebody has put there would keep the reader for good.
@@ -119,6 +131,8 @@ class DiskTier:
             descriptor = os.open(self._file(key), flags)
             try:
                 whole = os.fstat(descriptor).st_size == into.nbytes and _read(descriptor, into)
+                if entry.stamp_ns:
+                    _stamp(descriptor, entry)
             finally:
                 os.close(descriptor)
         except FileNotFoundError:  # somebody else removed it
@@ -131,6 +145,9 @@ class DiskTier:
         if not whole:
             self.discard(key)
         return whole
+
+    def lent(self, key: bytes) -> None:
+        """Nothing of a file is this process's."""
 
     def put(self, key: bytes, record: Record) -> bool:
         size = memoryview(record).nbytes
@@ -150,11 +167,7 @@ class DiskTier:
                 _write(descriptor, memoryview(record))
             finally:
                 os.close(descriptor)
-            try:
-                new.rename(target)
-            except FileNotFoundError:
-                target.parent.mkdir(mode=0o700, exist_ok=True)
-                new.rename(target)
+            self._publish(new, target)
         except OSError as error:
             with contextlib.suppress(OSError):
                 new.unlink()
@@ -190,6 +203,21 @@ class DiskTier:
     def _file(self, key: bytes) -> Path:
         name = key.hex()
         return self._blocks / name[:2] / (name + SUFFIX)
+
+    def _publish(self, new: Path, target: Path) -> None:
+        """Gives a whole file its final name. What lies in its way and is no file of ours is moved aside: every write of
+        the block would fail."""
+        try:
+            new.rename(target)
+            return
+        except FileNotFoundError:
+            pass  # the first of its folder
+        except IsADirectoryError:
+            _move_aside(target)
+        except NotADirectoryError:
+            _move_aside(target.parent)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        new.rename(target)
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
@@ -245,11 +273,24 @@ class DiskTier:
                     yield from entries
 
 
+def _move_aside(path: Path) -> None:
+    aside = path.with_name(path.name + ASIDE)
+    path.rename(aside)
+    _log.warning("%s lay in the place of a block's file and is none of ours; it is now %s", path, aside)
+
+
 def _key_of(name: str) -> bytes | None:
     text = name.removesuffix(SUFFIX)
     if len(text) != 2 * KEY_BYTES or text == name or not _HEX_DIGITS.issuperset(text):
         return None
     return bytes.fromhex(text)
+
+
+def _stamp(descriptor: int, entry: _Entry) -> None:
+    """Keeps the use of a file, which the next server goes by."""
+    entry.stamped_s, stamp_ns, entry.stamp_ns = time.monotonic(), entry.stamp_ns, 0
+    with contextlib.suppress(OSError):  # of another user, perhaps: it is read all the same
+        os.utime(descriptor, ns=(stamp_ns, stamp_ns))
 
 
 def _read(descriptor: int, into: memoryview) -> bool:

@@ -35,6 +35,9 @@ class HostTier:
                 records.move_to_end(key)
             return count
 
+    def has(self, key: bytes) -> bool:
+        return self.find((key,)) == 1
+
     def get(self, key: bytes, into: memoryview) -> bool:
         """Is no use: `find` comes before it, in the right order."""
         record = self._records.get(key)
@@ -42,6 +45,9 @@ class HostTier:
             return False
         into[:] = record
         return True
+
+    def lent(self, key: bytes) -> bytes | None:
+        return self._records.get(key)
 
     def put(self, key: bytes, record: Record) -> bool:
         """A record of type `bytes` is kept as it is, without a copy."""

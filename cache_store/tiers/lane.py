@@ -87,23 +87,28 @@ class TierLane:
             self._forget(keys[found:])
         return found
 
-    def get(self, key: bytes, into: memoryview) -> bool:
-        """The record into `into`, unchecked."""
-        got, failed = False, True
+    def get(self, key: bytes, into: memoryview) -> memoryview | None:
+        """The record, unchecked: in `into`, or where the tier has it for good."""
+        record: memoryview | None = None
+        failed = True
         with self._operation("get"):
             effect = fault("cache_store.tier", tier=self.name, operation="get")
             if not effect & DROP and self._cleared == self._epoch:
-                got = self.tier.get(key, into)
-            if got and effect & CORRUPT:
+                lent = self.tier.lent(key) if not effect & CORRUPT else None
+                if lent is not None and len(lent) == into.nbytes:
+                    record = memoryview(lent)
+                elif self.tier.get(key, into):
+                    record = into
+            if record is not None and effect & CORRUPT:
                 into[into.nbytes // 2] ^= 1
             failed = False
-        if got:
+        if record is not None:
             self._observe("kv_tier_bytes_total", into.nbytes, tier=self.name, direction="read")
             self._note(key)
         else:
             self._forget((key,))
             self._observe("kv_tier_missed_blocks_total", tier=self.name, reason="failed" if failed else "lost")
-        return got
+        return record
 
     def damaged(self, key: bytes) -> None:
         """What `get` gave was not the record of the key."""
@@ -121,7 +126,7 @@ class TierLane:
         """Whether a record need not be offered. A shared tier is taken to have what it had until it lacks it."""
         if self.shared:
             return key in self._known
-        return self._cleared == self._epoch and self.tier.find((key,)) == 1
+        return self._cleared == self._epoch and self.tier.has(key)
 
     def takes_one(self) -> bool:
         """Whether it is worth copying a block to offer it; counts it as refused if not."""

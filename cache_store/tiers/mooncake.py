@@ -30,8 +30,8 @@ MOST_SEGMENT_BYTES = 1 << 44
 PUT_TIMEOUT_S = 2.0  # nobody waits for it; one who is slower is left alone
 FULL_PAUSE_S = 1.0  # in which the store makes room, and nothing is copied for it
 SLOT_MEMORY_BYTES = 64 << 20  # of all slots, as long as there are enough of them
-BATCH = 8  # records of one read; more are hardly faster
-READ_SLOTS = 4 * BATCH  # two readers, each with a batch that it copies and one on its way
+BATCH = 16  # records of one read; more are hardly faster
+READ_SLOTS = 4 * BATCH  # two batches that readers copy, and two on their way
 WRITE_SLOTS = 4
 _PAGE_BYTES = 4096
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
@@ -140,6 +140,9 @@ class MooncakeTier:
             self._ahead.found(keys[:found])
         return found
 
+    def has(self, key: bytes) -> bool:
+        return self.find((key,)) == 1
+
     def get(self, key: bytes, into: memoryview) -> bool:
         link = self.link
         if into.nbytes != self._record_bytes or not link.usable(link.reads):
@@ -161,6 +164,9 @@ class MooncakeTier:
         if code not in (OK, ABSENT):
             raise TierError("unreachable", f"a server that holds a block did not give it to Mooncake Store ({code})")
         return code == OK
+
+    def lent(self, key: bytes) -> None:
+        """Slots are memory of the library's process too."""
 
     def put(self, key: bytes, record: Record) -> bool:
         link, view = self.link, memoryview(record)

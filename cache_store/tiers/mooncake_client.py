@@ -6,8 +6,9 @@ meanwhile, and it may end its process. So it has one of its own, which the engin
 
 The engine's socket is stdin and keeps messages apart. First comes `ClientConfig` with the descriptor of the memory that
 both share, answered by `Imported`; then each `Request` is answered by a `Reply` with its number, in any order: every
-request has a thread of WORKERS, and what asks whether the store is there has one that no record waits for. Records
-travel in slots of the shared memory. The end of the socket ends the process.
+request has a thread of WORKERS, and what asks whether the store is there has one that no record waits for. Reads take
+turns: two at once take half as much processor time again, and longer than one after the other. Records travel in slots
+of the shared memory. The end of the socket ends the process.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -33,6 +36,7 @@ MOST_KEYS = 4096  # of one request
 KEY_PREFIX = "baton-kv-"
 LOCAL_BUFFER_BYTES = 16 << 20  # for the library's own use; records do not go through it
 CLOSE_S = 3.0
+READ_TURN_S = 0.2  # that a read waits for those before it
 
 # Codes of replies beside those of the library, which are negative too.
 OK, ABSENT = 0, -704
@@ -102,7 +106,8 @@ def main() -> int:
     if not message or not descriptors:
         return 2
     config = msgspec.msgpack.decode(message, type=ClientConfig)
-    memory = mmap.mmap(descriptors[0], config.slots * config.slot_bytes)
+    # With its pages: the first records would wait for them.
+    memory = mmap.mmap(descriptors[0], config.slots * config.slot_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     os.close(descriptors[0])
     for name, value in LIMITS.items():
         os.environ.setdefault(name, value)
@@ -154,6 +159,7 @@ class Client:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._memory = memory
         self._connecting = threading.Lock()
+        self._reads = Turns(READ_TURN_S)
         self._store: Any = None
 
     def answer(self, request: Request) -> Reply:
@@ -201,7 +207,8 @@ class Client:
             case "find":
                 return _leading(store.batch_is_exist(keys))
             case "get":
-                read = store.batch_get_into(keys, places, [size] * len(keys))
+                with self._reads.mine():
+                    read = store.batch_get_into(keys, places, [size] * len(keys))
                 # A record of another size is none of ours.
                 return [OK if count == size else min(count, FAILED) for count in read]
             case "put":
@@ -209,6 +216,28 @@ class Client:
             case "remove":
                 return [store.remove(key, True) for key in keys]
         raise ValueError(f"no operation {request.operation!r}")
+
+
+class Turns:
+    """One after the other, in the order of coming; one that takes too long is passed by."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._changed = threading.Condition()
+        self._here: deque[object] = deque()
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        me = object()
+        with self._changed:
+            self._here.append(me)
+            self._changed.wait_for(lambda: self._here[0] is me, self._longest_s)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._here.remove(me)
+                self._changed.notify_all()
 
 
 def _host_towards(host: str, port: int) -> str:

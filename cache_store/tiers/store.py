@@ -3,11 +3,15 @@ when a prompt asks for them. No call of the engine's thread waits for anything h
 
 Down: the engine names blocks that have entered its prefix cache. A thread copies each out of the pool and hands the
 record to every tier. The block may be given to another request at any time, so the copy only counts if the block's
-version, which the pool raises when it gives a block out, is the same after the copy as when the engine named it.
+version, which the pool raises when it gives a block out, is the same after the copy as when the engine named it. The
+thread begins when the engine polls next, after the step in which the blocks were named: its copies would take
+processors and memory from the very step that a first token waits for.
 
 Up: a `Fetch` is first looked up, which tells how many leading blocks the tiers have, nearest tier first; then loaded
-into blocks that the engine has reserved. A record is copied into memory of the reading thread, and its key and checksum
-are compared there; only then is it copied on into the pool. `Fetch.good` tells the leading blocks that are complete.
+into blocks that the engine has reserved. A record is copied into memory of the reading thread, or lies in memory of
+this process that nobody changes; its key and checksum are compared there, and only then is it copied on into the pool.
+All readers of a tier that are free take part in a load, each taking the next blocks of it. `Fetch.good` tells the
+leading blocks that are complete.
 The engine may give a fetch up at any time by `cancel`. Nothing writes into its blocks once it has come out of `poll`,
 or once `cancel` has said so: a tier that hangs has the reading thread's memory alone. Once its prompt is admitted, the
 engine names its blocks again, and tiers that lack one get it: so what was found far away comes nearer, and what one
@@ -29,13 +33,14 @@ from cache_store.staging import Ticket
 from cache_store.tiers.copies import BlockCopies
 from cache_store.tiers.host import HostTier
 from cache_store.tiers.keys import TierKeys
-from cache_store.tiers.lane import TierLane
+from cache_store.tiers.lane import READERS, TierLane
 from cache_store.tiers.record import HEADER_BYTES, open_record, record_bytes, seal_record
 from cache_store.tiers.tier import Tier, TierStats
 from rpc.log_limit import LogLimit
 
 MOST_WRITES = 4096  # blocks that wait to be copied out of the pool
 MOST_HOPS = 64  # turns from tier to tier of one look-up
+BLOCKS_FOR_A_READER = 8  # of a load; fewer are not worth another one
 ROOM_WAIT_S = 1.0  # that the copying thread waits for a tier of this server to keep up
 DRAIN_S = 2.0  # for what waits to be written when the engine ends
 
@@ -49,6 +54,20 @@ class Segment:
     lane: TierLane
     first: int
     last: int
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """Blocks [next, last) of a load that no reader has begun with, of those that lie in one tier. Under the lock."""
+
+    lane: TierLane
+    next: int
+    last: int
+    readers: int = 0  # at work
+
+    @property
+    def over(self) -> bool:
+        return self.next >= self.last and not self.readers
 
 
 @dataclass(eq=False, slots=True)
@@ -122,6 +141,7 @@ class TierStore:
         self._told = {lane.name: TierStats() for lane in self._lanes}
         self._closed = False
         self._changed = threading.Condition()
+        self._named: list[_Write] = []  # by the engine, since it has polled
         self._writes: deque[_Write] = deque()
         self._copying = False
         self._writer = threading.Thread(target=self._write_down, name="kv-tiers-copy", daemon=True)
@@ -132,16 +152,15 @@ class TierStore:
     def write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """(block, its hash) of blocks whose KV is complete and which are in the prefix cache now, in a prefix's order.
 
-        Those that a tier has already are in use there; the others are copied, or dropped if too many wait.
+        Those that a tier has already are in use there; the others are copied, or dropped if too many wait. Begins when
+        `poll` is called next.
         """
         after = self._copies.mark()
-        versions, epoch = self._versions, self._epoch
-        with self._changed:
-            room = max(0, MOST_WRITES - len(self._writes))
-            # The beginning last: then it is what was used most recently, and the last to go.
-            for block, block_hash in reversed(blocks[:room]):
-                self._writes.append(_Write(block, versions[block], block_hash, after, epoch))
-            self._changed.notify()
+        versions, epoch, named = self._versions, self._epoch, self._named
+        room = max(0, MOST_WRITES - len(self._writes) - len(named))
+        # The beginning last: then it is what was used most recently, and the last to go.
+        for block, block_hash in reversed(blocks[:room]):
+            named.append(_Write(block, versions[block], block_hash, after, epoch))
         if len(blocks) > room:
             self._news.observe("kv_tier_skipped_writes_total", len(blocks) - room, reason="queue_full")
 
@@ -164,16 +183,24 @@ class TierStore:
         fetch.complete = bytearray(count)
         fetch.failed = count
         parts = [
-            (segment.lane, max(segment.first - offset, 0), min(segment.last - offset, count))
+            _Part(segment.lane, max(segment.first - offset, 0), min(segment.last - offset, count))
             for segment in fetch.segments
             if segment.last > offset and segment.first < offset + count
         ]
         fetch.pending = len(parts) + 1
-        for lane, first, last in parts:
-            if not lane.submit(lambda lane=lane, first=first, last=last: self._load(fetch, lane, first, last)):  # type: ignore[misc]
-                self._fail(fetch, first)
-                self._part_ended(fetch)
+        for part in parts:
+            self._begin_part(fetch, part)
         self._part_ended(fetch)
+
+    def _begin_part(self, fetch: Fetch, part: _Part) -> None:
+        """Asks several readers: whoever is free first does the most."""
+        wanted = min(READERS, -(-(part.last - part.next) // BLOCKS_FOR_A_READER))
+        asked = 0
+        while asked < wanted and part.lane.submit(lambda: self._load(fetch, part)):
+            asked += 1
+        if not asked:
+            self._fail(fetch, part.next)
+            self._part_ended(fetch)
 
     def take_found(self, fetch: Fetch) -> Fetch:
         """What a look-up has found so far, as one that has ended. It is cancelled itself."""
@@ -188,17 +215,26 @@ class TierStore:
             return fetch.writing == 0
 
     def poll(self) -> list[Fetch]:
-        """Fetches whose look-up or load has ended since the last call."""
+        """Fetches whose look-up or load has ended since the last call. What was named before goes down from now on."""
+        if self._named:
+            self._release()
         ended: list[Fetch] = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
+
+    def _release(self) -> None:
+        named, self._named = self._named, []
+        with self._changed:
+            self._writes += named
+            self._changed.notify()
 
     # -- everything else ------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forgets every block, also those on their way down; shared tiers keep theirs. Fetches are to be cancelled."""
         self._epoch += 1
+        self._named.clear()
         with self._changed:
             self._writes.clear()
         for lane in self._lanes:
@@ -224,12 +260,13 @@ class TierStore:
     def idle(self) -> bool:
         """Whether nothing is on its way down."""
         with self._changed:
-            if self._writes or self._copying:
+            if self._named or self._writes or self._copying:
                 return False
         return all(lane.idle for lane in self._lanes)
 
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Ends the threads, after what is on its way down if that takes no longer than `drain_s`."""
+        self._release()
         until = time.monotonic() + drain_s
         while not self.idle and time.monotonic() < until:
             time.sleep(0.01)  # the engine has ended
@@ -323,35 +360,59 @@ class TierStore:
                 return True
         return False
 
-    def _load(self, fetch: Fetch, lane: TierLane, first: int, last: int) -> None:
-        """Runs on a reader of the lane: blocks [first, last) of those to be filled."""
+    def _load(self, fetch: Fetch, part: _Part) -> None:
+        """Runs on readers of the part's lane, on several at once: takes blocks of the part until none is left."""
+        if not self._join(fetch, part):
+            return  # others were quicker
+        numbers = range(0)
         try:
-            batch = self._copies.batch
             records = self._own_records()
-            for begin in range(first, last, batch):
-                numbers = range(begin, min(begin + batch, last))
+            while numbers := self._take(fetch, part):
                 payloads: list[memoryview] = []
                 for number, record in zip(numbers, records, strict=False):
-                    payload = None if self._useless(fetch, number) else self._get(fetch, lane, number, record)
+                    payload = None if self._useless(fetch, number) else self._get(fetch, part.lane, number, record)
                     if payload is None:
                         self._fail(fetch, number)
                         break
                     payloads.append(payload)
-                filled = numbers[: len(payloads)]
-                if not payloads or not self._fill(fetch, filled, payloads):
-                    return
+                if payloads:
+                    self._fill(fetch, numbers[: len(payloads)], payloads)
         except Exception as error:
             if count := self._failures.occurred("load"):
                 _log.warning("KV blocks could not be copied from a tier", exc_info=error, extra={"occurrences": count})
-            self._fail(fetch, first)
+            self._fail(fetch, numbers.start)
         finally:
+            self._leave(fetch, part)
+
+    def _join(self, fetch: Fetch, part: _Part) -> bool:
+        with self._lock:
+            if part.over:
+                return False
+            part.readers += 1
+            return True
+
+    def _take(self, fetch: Fetch, part: _Part) -> range:
+        """The next blocks of a part, as many as are copied at once; none when the others are of no use."""
+        with self._lock:
+            if self._useless(fetch, part.next):
+                part.next = part.last
+            first, part.next = part.next, min(part.next + self._copies.batch, part.last)
+            return range(first, part.next)
+
+    def _leave(self, fetch: Fetch, part: _Part) -> None:
+        with self._lock:
+            part.readers -= 1
+            if self._useless(fetch, part.next):
+                part.next = part.last
+            over = part.over
+        if over:
             self._part_ended(fetch)
 
-    def _fill(self, fetch: Fetch, numbers: Sequence[int], payloads: Sequence[memoryview]) -> bool:
-        """Copies payloads into the pool; False when nobody wants them any more."""
+    def _fill(self, fetch: Fetch, numbers: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        """Copies payloads into the pool, unless nobody wants them any more."""
         with self._lock:
             if self._useless(fetch, numbers[0]):
-                return False
+                return
             fetch.writing += 1
         try:
             self._copies.write(payloads, [fetch.blocks[number] for number in numbers], fetch.after)
@@ -360,19 +421,19 @@ class TierStore:
         finally:
             with self._lock:
                 fetch.writing -= 1
-        return True
 
     def _useless(self, fetch: Fetch, number: int) -> bool:
         return fetch.cancelled or number >= fetch.failed
 
     def _get(self, fetch: Fetch, lane: TierLane, number: int, record: bytearray) -> memoryview | None:
-        """The payload of a block, checked; it lies in `record`. Where the tier has lost it since the look-up, another
-        one of this server may have it."""
+        """The payload of a block, checked; it lies in `record`, or in memory of a tier that does not change. Where the
+        tier has lost it since the look-up, another one of this server may have it."""
         key = fetch.keys[fetch.offset + number]
         for each in (lane, *(other for other in self._lanes if not other.shared and other is not lane)):
-            if not each.get(key, memoryview(record)):
+            got = each.get(key, memoryview(record))
+            if got is None:
                 continue
-            payload = open_record(key, record)
+            payload = open_record(key, got)
             if payload is not None:
                 self._news.observe("kv_tier_hit_blocks_total", tier=each.name)
                 return payload

@@ -55,9 +55,18 @@ class Tier(Protocol):
         """How many leading ones of `keys` (16 bytes each) are here. May be wrong, as a later `get` will tell."""
         ...
 
+    def has(self, key: bytes) -> bool:
+        """Whether the record is here, which counts as a use of it."""
+        ...
+
     def get(self, key: bytes, into: memoryview) -> bool:
         """Copies the record into `into` (writable, contiguous, format 'B'). False: it is not here, or not of this size;
         the memory's content is undefined then."""
+        ...
+
+    def lent(self, key: bytes) -> bytes | None:
+        """The record where it lies in this process's memory, if it does and nobody can change it; then nothing need be
+        copied to be checked. None: `get` it."""
         ...
 
     def put(self, key: bytes, record: Record) -> bool:

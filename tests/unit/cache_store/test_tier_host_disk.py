@@ -109,11 +109,28 @@ def test_disk_when_opened_again_then_has_its_records_in_their_order_of_use(tmp_p
             tier.put(key_of(number), record_of(number))
             os.utime(file_of(tmp_path, number), ns=(0, number * 10**9))
     with disk(tmp_path) as tier:
-        assert held(tier, 1) == [1]  # the latest one now
+        assert tier.has(key_of(1))  # the latest one now
     with disk(tmp_path, blocks=2) as tier:  # less room than before
         assert held(tier, 1, 2, 3, 4) == [1, 4]
         assert (read(tier, 4), read(tier, 1)) == (record_of(4), record_of(1))
         assert len(files(tmp_path)) == 2
+
+
+def test_disk_when_a_prefix_was_read_then_its_beginning_is_the_latest_after_a_start(tmp_path: Path) -> None:
+    with disk(tmp_path) as tier:
+        for number in (1, 2, 3, 4):
+            tier.put(key_of(number), record_of(number))
+            os.utime(file_of(tmp_path, number), ns=(0, number * 10**9))
+    with disk(tmp_path) as tier:
+        assert tier.find([key_of(number) for number in (1, 2, 3)]) == 3
+        for number in (1, 2, 3):
+            assert read(tier, number) == record_of(number)
+        stamps = [file_of(tmp_path, number).stat().st_mtime_ns for number in (1, 2, 3, 4)]
+        assert stamps[0] > stamps[1] > stamps[2] > stamps[3]
+        assert held(tier, 1) == [1] and read(tier, 1) == record_of(1)
+        assert file_of(tmp_path, 1).stat().st_mtime_ns == stamps[0]  # at most once in a while
+    with disk(tmp_path, blocks=2) as tier:
+        assert held(tier, 1, 2, 3, 4) == [1, 2]
 
 
 def test_disk_when_another_server_uses_the_directory_then_refuses_and_names_the_flag(tmp_path: Path) -> None:
@@ -181,11 +198,35 @@ def test_disk_when_somebody_harms_a_file_then_it_is_a_miss_and_can_be_written_ag
             put.get(harm, lambda: file.symlink_to(file if harm == "a link to itself" else other))()
         with contextlib.suppress(TierError):  # what is no file at all is an error, and a miss too
             assert read(tier, 1) is None
-        if harm == "a folder":
-            file.rmdir()
-        assert held(tier, 1) == [] and not file.exists() and not file.is_symlink()
+        assert held(tier, 1) == []
+        assert file.is_dir() if harm == "a folder" else not file.exists() and not file.is_symlink()
         assert tier.put(key_of(1), record_of(1))
         assert read(tier, 1) == record_of(1)
+
+
+@pytest.mark.parametrize("place", ["of the file", "of its folder"])
+def test_disk_when_something_else_lies_in_the_place_of_a_block_then_it_is_moved_aside_and_kept(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = file_of(tmp_path, 1)
+    with disk(tmp_path) as tier:
+        if place == "of the file":
+            file.mkdir(parents=True)
+            (file / "notes.txt").write_text("keep me")
+            stranger = file
+        else:
+            stranger = file.parent
+            stranger.write_text("keep me")
+        for _ in range(2):
+            assert tier.put(key_of(1), record_of(1))
+            assert read(tier, 1) == record_of(1)
+        aside = stranger.with_name(stranger.name + ".aside")
+        assert (aside / "notes.txt" if aside.is_dir() else aside).read_text() == "keep me"
+        assert sum("is none of ours" in record.message for record in caplog.records) == 1
+    with disk(tmp_path) as tier:
+        assert held(tier, 1) == [1]
+        tier.clear()
+    assert aside.exists()
 
 
 def test_disk_when_a_bit_flips_then_the_record_says_so(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@ full, damaged or gone costs a miss."""
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from cache_store.host_copies import HostCopyEngine
+from cache_store.shared_memory import MemoryFile
 from cache_store.tiers import lane as lanes
+from cache_store.tiers.copies import page_in
 from cache_store.tiers.disk import DiskTier
 from cache_store.tiers.host import ENTRY_BYTES, HostTier
 from cache_store.tiers.tier import Tier, TierError
@@ -42,6 +45,61 @@ def test_store_when_only_the_end_of_what_was_found_is_wanted_then_loads_that(tmp
         assert [pool.block(number) for number in (20, 21, 22)] == before[6:9]
 
 
+def test_store_when_blocks_are_named_then_nothing_is_copied_before_the_engine_polls_again() -> None:
+    with below(HostTier(1 << 30)) as pool:
+        pool.store.write([(1, key_of(1)), (2, key_of(2))])
+        pool.store.write([(3, key_of(3))])
+        pool.versions[2] += 1  # given to somebody else before
+        assert not pool.store._writes and not pool.store.idle  # what the copying thread sees
+        assert pool.store.poll() == []
+        until(lambda: pool.store.idle, "everything is written")
+        assert pool.count("writes_total", tier="host", outcome="stored") == 2
+        assert pool.count("skipped_writes_total", reason="reused") == 1
+
+
+def test_store_when_many_blocks_are_loaded_then_all_readers_take_part() -> None:
+    shared = ScriptedTier()
+    with below(shared, blocks=80) as pool:
+        before = [pool.block(number) for number in range(80)]
+        pool.write(range(40))
+        fetch = pool.look_up(40)
+        shared.gate.clear()
+        entered = shared.entered
+        pool.store.load(fetch, 0, range(40, 80))
+        until(lambda: shared.entered == entered + lanes.READERS, "every reader is at it")
+        shared.gate.set()
+        assert pool.ended(fetch).good == 40
+        assert [pool.block(number) for number in range(40, 80)] == before[:40]
+        assert shared.entered == entered + 40
+
+
+def test_store_when_the_other_readers_are_busy_then_one_loads_all() -> None:
+    shared = ScriptedTier()
+    with below(shared, blocks=80) as pool:
+        pool.write(range(40))
+        fetch = pool.look_up(40)
+        go_on = threading.Event()
+        for _ in range(lanes.READERS - 1):
+            assert pool.store._lanes[0].submit(lambda: go_on.wait(10))
+        assert pool.load(fetch, range(40, 80)) == 40
+        go_on.set()
+
+
+def test_store_when_a_block_in_the_middle_is_damaged_then_those_before_it_are_good(tmp_path: Path) -> None:
+    with below(DiskTier(tmp_path, 1 << 30), blocks=80) as pool:
+        before = [pool.block(number) for number in range(80)]
+        pool.write(range(40))
+        fetch = pool.look_up(40)
+        name = pool.store._keys.key(key_of(23)).hex()
+        file = tmp_path / "blocks" / name[:2] / f"{name}.kv"
+        record = bytearray(file.read_bytes())
+        record[-1] ^= 1
+        file.write_bytes(record)
+        assert pool.load(fetch, range(40, 80)) == 23
+        assert [pool.block(number) for number in range(40, 63)] == before[:23]
+        assert pool.block(63) == before[63]
+
+
 def test_store_when_blocks_lie_in_several_tiers_then_takes_each_from_the_nearest_and_brings_it_nearer(
     tmp_path: Path,
 ) -> None:
@@ -59,6 +117,16 @@ def test_store_when_blocks_lie_in_several_tiers_then_takes_each_from_the_nearest
         assert hits == [3, 2, 7]
         pool.write(range(20, 32))  # as the engine does with what a prompt has found
         assert (host.stats().blocks, disk.stats().blocks) == (12, 12)
+
+
+def test_pool_when_it_gets_a_store_then_its_lowest_blocks_have_pages_and_keep_their_content() -> None:
+    files = [MemoryFile(1 << 20) for _ in range(2)]
+    files[1].view[5] = 7
+    page_in([file.view for file in files], 1 << 20)
+    assert [os.fstat(file.descriptor).st_blocks * 512 for file in files] == [1 << 19, 1 << 19]
+    assert files[1].view[5] == 7 and not any(files[0].view)
+    for file in files:
+        file.close()
 
 
 def test_store_when_every_tier_has_a_block_then_it_is_not_copied_again() -> None:
@@ -121,7 +189,7 @@ def test_store_when_a_block_is_given_to_somebody_else_before_its_copy_then_nothi
     shared = ScriptedTier("disk", shared=False)
     with below(shared) as pool:
         shared.gate.clear()
-        pool.store.write([(block, key_of(block)) for block in (1, 2, 3)])
+        pool.begin_write([(block, key_of(block)) for block in (1, 2, 3)])
         until(lambda: shared.entered, "the copying thread asks the tier")
         pool.versions[2] += 1  # as the pool does before anything else
         for layer in pool.memory:
@@ -279,7 +347,7 @@ def test_store_when_a_tier_does_not_keep_up_then_drops_and_counts(monkeypatch: p
     shared = ScriptedTier()
     with below(HostTier(1 << 30), shared) as pool:
         shared.gate.clear()
-        pool.store.write([(block, key_of(block)) for block in range(1, 11)])
+        pool.begin_write([(block, key_of(block)) for block in range(1, 11)])
         until(lambda: pool.count("writes_total", tier="mooncake", outcome="dropped") == 7, "seven are dropped")
         assert pool.count("writes_total", tier="host", outcome="stored") == 10  # which does not wait for the other
         shared.gate.set()
@@ -296,9 +364,9 @@ def test_store_when_too_many_blocks_wait_then_the_later_ones_are_left_out(monkey
     only = ScriptedTier("disk", shared=False)
     with below(only) as pool:
         only.gate.clear()
-        pool.store.write([(1, key_of(1))])
+        pool.begin_write([(1, key_of(1))])
         until(lambda: only.entered, "the copying thread is held up")
-        pool.store.write([(block, key_of(block)) for block in range(2, 12)])
+        pool.begin_write([(block, key_of(block)) for block in range(2, 12)])
         only.gate.set()
         until(lambda: pool.store.idle, "everything is written")
         assert pool.count("skipped_writes_total", reason="queue_full") == 6
@@ -311,7 +379,7 @@ def test_store_when_cleared_then_forgets_what_is_there_and_what_was_on_its_way(t
         pool.write([1, 2, 3])
         slow.gate.clear()
         entered = slow.entered
-        pool.store.write([(block, key_of(block)) for block in (4, 5)])
+        pool.begin_write([(block, key_of(block)) for block in (4, 5)])
         until(lambda: slow.entered > entered, "the copying thread is held up")
         pool.store.clear()
         assert not pool.store.idle

@@ -72,9 +72,15 @@ class ScriptedTier:
         self._pass()
         return self._inside.find(keys)
 
+    def has(self, key: bytes) -> bool:
+        return self.find((key,)) == 1
+
     def get(self, key: bytes, into: memoryview) -> bool:
         self._pass()
         return self._inside.get(key, into)
+
+    def lent(self, key: bytes) -> None:
+        return None
 
     def put(self, key: bytes, record: Record) -> bool:
         self._pass()
@@ -121,8 +127,13 @@ class Below:
 
     def write(self, blocks: Sequence[int], first_hash: int = 0) -> None:
         """Block i of the list has hash `first_hash` + i; returns when all are down or dropped."""
-        self.store.write([(block, key_of(first_hash + i)) for i, block in enumerate(blocks)])
+        self.begin_write([(block, key_of(first_hash + i)) for i, block in enumerate(blocks)])
         until(lambda: self.store.idle, "everything is written")
+
+    def begin_write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """(block, hash): named in one step of the engine, which begins the next one."""
+        self.store.write(blocks)
+        self.polled += self.store.poll()
 
     def ended(self, fetch: Fetch) -> Fetch:
         """Waits until the fetch comes out of `poll`."""
