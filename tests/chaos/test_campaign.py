@@ -71,12 +71,13 @@ def test_campaign_when_it_is_ended_in_the_background_of_a_script_then_nothing_of
 
     (tmp_path / "logs").mkdir()
     command = [sys.executable, "-m", "cli", "chaos", "--keep", str(tmp_path / "logs"), "--requests", "100000"]
+    command += ["--prefill-servers", "1", "--decode-servers", "1"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=ignore
     ) as campaign:
         try:
-            wait_for("a server", lambda: list(tmp_path.glob("logs/*/decode-1.log")), 120.0)
+            wait_for("a server", lambda: list(tmp_path.glob("logs/*/decode-0.log")), 120.0)
             campaign.terminate()
             campaign.communicate(timeout=60.0)
         finally:

@@ -19,10 +19,12 @@ import httpx
 import pytest
 
 from cli.client import StreamedAnswer, get_json, stream_chat
+from tests.extent import extent
 from tests.integration.cluster import ROOT, process_exists, wait_for
 from tests.unit.engine.tiny_models import tiny_model
 from tests.unit.router.tokenizer_folders import CHATML
 
+EACH = extent(1, 2)  # servers of a role
 START_S = 90.0
 STOP_S = 30.0
 SERVER_FLAGS = "--server-flags=--dtype float32 --threads 1 --num-kv-blocks 64"
@@ -136,7 +138,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, targets: Path, logs: Path) -> Iterator[Up]:
-    flags = ("--prefill-servers", "2", "--decode-servers", "2", "--prometheus-targets", str(targets))
+    flags = ("--prefill-servers", str(EACH), "--decode-servers", str(EACH), "--prometheus-targets", str(targets))
     with running(model, *flags, "--access-log-dir", str(logs)) as up:
         base_url = up.base_url()
         wait_for("a ready router", lambda: get_json(base_url, "/v1/models")["data"] or None, 20)
@@ -149,9 +151,9 @@ def status_of(base_url: str) -> dict[str, Any]:
     return dict(json.loads(ended.stdout))
 
 
-def four_ready(base_url: str) -> list[str] | None:
+def all_ready(base_url: str) -> list[str] | None:
     found = [s["address"] for s in status_of(base_url)["servers"] if s["state"] == "ready" and s["ledger"]]
-    return found if len(found) == 4 else None
+    return found if len(found) == 2 * EACH else None
 
 
 def two(found: list[str]) -> list[str] | None:
@@ -179,10 +181,10 @@ def test_up_when_ready_then_a_chat_is_answered_by_a_pair(cluster: Up) -> None:
     assert 0 < timeline["router.first_decode_token"] < timeline["router.stream"] + 0.001
 
 
-def test_status_when_up_then_four_servers_with_balanced_ledgers(cluster: Up) -> None:
+def test_status_when_up_then_every_server_with_balanced_ledgers(cluster: Up) -> None:
     status = status_of(cluster.base_url())
     assert status["router"]["ready"]
-    assert [s["role"] for s in status["servers"]] == ["prefill", "prefill", "decode", "decode"]
+    assert [s["role"] for s in status["servers"]] == ["prefill"] * EACH + ["decode"] * EACH
     for server in status["servers"]:
         assert server["state"] == "ready", server["reasons"]
         [ledger] = server["ledger"]
@@ -200,12 +202,12 @@ def test_prometheus_targets_when_up_then_the_file_has_the_metrics_of_all_process
     for address in group["targets"]:
         text = httpx.get(f"http://{address}/metrics", timeout=5).raise_for_status().text
         roles += re.findall(r'^baton_ready\{role="(\w+)"\}', text, re.MULTILINE)
-    assert roles == ["prefill", "prefill", "decode", "decode", "router"]
+    assert roles == ["prefill"] * EACH + ["decode"] * EACH + ["router"]
 
 
 def test_access_logs_when_up_gets_sighup_then_every_process_goes_on_in_a_new_file(cluster: Up, logs: Path) -> None:
     base_url = cluster.base_url()
-    names = {"router.log", *(f"{role}-{number}.log" for role in ("prefill", "decode") for number in (0, 1))}
+    names = {"router.log", *(f"{role}-{number}.log" for role in ("prefill", "decode") for number in range(EACH))}
     assert {path.name for path in logs.iterdir()} == names
     for path in list(logs.iterdir()):
         path.rename(f"{path}.old")
@@ -236,7 +238,7 @@ def test_up_when_the_folder_of_the_logs_is_missing_then_said_before_anything_sta
 @pytest.mark.extended
 def test_up_when_a_server_is_killed_then_it_runs_again_on_its_ports(cluster: Up) -> None:
     base_url = cluster.base_url()
-    before = wait_for("four servers", lambda: four_ready(base_url), 20, 0.2)
+    before = wait_for("every server", lambda: all_ready(base_url), 20, 0.2)
     pid = int(cluster.wait_line(r"decode-1 +ready .* pid (\d+)")[1])
     engines = descendants(pid)
     os.kill(pid, signal.SIGKILL)
@@ -247,14 +249,14 @@ def test_up_when_a_server_is_killed_then_it_runs_again_on_its_ports(cluster: Up)
         "its new pid", lambda: two(re.findall(r"decode-1 +ready .* pid (\d+)", cluster.text)), START_S
     )
     assert int(fresh) != pid
-    after = wait_for("four servers", lambda: four_ready(base_url), 20, 0.2)
+    after = wait_for("every server", lambda: all_ready(base_url), 20, 0.2)
     assert after == before
 
 
 def test_up_when_terminated_then_status_zero_and_nothing_is_left(cluster: Up, targets: Path) -> None:
     cluster.base_url()
     started = descendants(cluster.process.pid)
-    assert len(started) >= 9, "router, four fronts, four engines"
+    assert len(started) >= 1 + 4 * EACH, "router, and a front and an engine for each server"
     cluster.process.terminate()
     assert cluster.wait_end() == 0, cluster.text
     none_exist(started, 5)

@@ -81,6 +81,7 @@ def test_document_when_profiles_may_be_recorded_then_it_has_their_paths(http: ht
     assert http.get("/start_profile").status_code == 405
 
 
+@pytest.mark.extended
 def test_server_when_it_dies_while_it_records_then_the_others_results_still_come(
     cluster: Cluster, http: httpx.Client, folder: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_network_when_slow_and_narrow_then_right_tokens_as_late_as_its_width_say
     network.cluster.assert_clean_ledgers()
 
 
+@pytest.mark.extended
 def test_network_when_connections_are_cut_in_the_middle_then_right_tokens_or_one_error_and_it_reconnects(
     network: Network,
 ) -> None:

@@ -184,6 +184,7 @@ def test_collector_when_it_refuses_then_requests_are_served_and_the_log_says_so_
     assert not [line for line in cluster.router.log_lines() if line.get("level") == "error"]
 
 
+@pytest.mark.extended
 def test_sigterm_when_spans_wait_then_a_stuck_collector_delays_little_and_one_that_answers_gets_them(
     cluster: Cluster, collector: Collector
 ) -> None:
