@@ -36,7 +36,9 @@ TURN_S = 0.005
 LONGEST_TURN_S = 0.02
 REPORT_BYTES = 8 << 20  # moved within a turn before the loop hears of it: to wake it costs both threads time
 CALL_BYTES = 1 << 20  # of one system call
-HASHED_BYTES = 512 << 10  # of one whose bytes are hashed: they have room, with the kernel's, in a core's own cache
+# Of one whose bytes are hashed: they are in a core's own cache then, along with the kernel's.
+SENT_BYTES = 256 << 10
+RECEIVED_BYTES = 512 << 10
 WAKE_BYTES = 256 << 10  # a thread that waits for bytes is woken when there are so many
 KEPT_UP_BYTES = 256 << 10  # moved in TURN_S by a peer that keeps up
 BUFFER_BYTES = 4 << 20
@@ -92,27 +94,29 @@ class Transfer:
     `summed`.
 
     A worker takes away what it has moved: `views`, with `left` bytes, and `_rest` are what is left. It hashes each
-    piece right before it is sent (`Outbound`) or right after it has come (`Inbound`), while it is in the core's own
-    cache: a checksum costs no further way to memory, and nothing waits for that of a whole run.
+    piece right after it was sent (`Outbound`) or has come (`Inbound`), while it is in the core's own cache: a checksum
+    costs no further way to memory, and nothing waits for that of a whole run.
     """
+
+    piece_bytes = CALL_BYTES  # of one system call, when its bytes are hashed
 
     def __init__(self, views: Sequence[memoryview], summed: bool = False) -> None:
         self.views = deque(views)
         self.size = self.left = sum(view.nbytes for view in views)
         self.summed = summed
-        self._hash = xxhash.xxh3_64() if summed else None
+        self._hash = xxhash.xxh3_64()
         self._tail = bytearray(SUM_BYTES if summed else 0)
         self._rest = memoryview(self._tail)
 
     @property
     def unfinished(self) -> bool:
-        return bool(self.views) or self._rest.nbytes > 0
+        return self.left > 0 or self._rest.nbytes > 0
 
     def next_views(self) -> tuple[list[memoryview], int]:
         """Views for the next system call, and their bytes."""
         chosen: list[memoryview] = []
         size = 0
-        limit = HASHED_BYTES if self.summed else CALL_BYTES
+        limit = self.piece_bytes if self.summed else CALL_BYTES
         for view in self.views:
             if len(chosen) == _MAX_VIEWS or size >= limit:
                 return chosen, size
@@ -121,10 +125,13 @@ class Transfer:
             size += part.nbytes
             if part is not view:
                 return chosen, size
+        return self._add_rest(chosen, size)
+
+    def _add_rest(self, chosen: list[memoryview], size: int) -> tuple[list[memoryview], int]:
+        """`chosen` has all that is left of the views."""
         if self._rest.nbytes:
             chosen.append(self._rest)
-            size += self._rest.nbytes
-        return chosen, size
+        return chosen, size + self._rest.nbytes
 
     def take_off(self, count: int) -> None:
         """The first `count` bytes of what is left have been moved."""
@@ -132,7 +139,8 @@ class Transfer:
         while count and views:
             view = views[0]
             step = min(count, view.nbytes)
-            self._taken(view[:step])
+            if self.summed:
+                self._hash.update(view[:step])
             if step == view.nbytes:
                 views.popleft()
             else:
@@ -142,58 +150,41 @@ class Transfer:
         if count:
             self._rest = self._rest[count:]
 
-    def _taken(self, view: memoryview) -> None:
-        """Bytes of a view have been moved."""
-        return
-
 
 class Outbound(Transfer):
-    """To be sent. The checksum is there before its turn comes."""
+    """To be sent."""
 
-    _hashed = 0  # bytes at the head of what is left of the views
+    piece_bytes = SENT_BYTES
+    _damaged = False
 
-    def next_views(self) -> tuple[list[memoryview], int]:
-        chosen, size = super().next_views()
-        if self._hash is not None:
-            self._add(chosen[: len(self.views)], size >= self.left)
-        return chosen, size
-
-    def hash_now(self) -> None:
-        """All that is left, which is not the same any more when its turn comes."""
-        self._add(self.views, whole=True)
+    def _add_rest(self, chosen: list[memoryview], size: int) -> tuple[list[memoryview], int]:
+        if chosen:
+            return chosen, size  # the checksum is not known yet
+        if self._rest.nbytes == SUM_BYTES and not self._damaged:
+            self._tail[:] = self._hash.intdigest().to_bytes(SUM_BYTES, "little")
+        return super()._add_rest(chosen, size)
 
     def replace(self, views: Iterable[memoryview]) -> None:
-        """What is left is sent from there: as many bytes, hashed as far as they were."""
+        """What is left is sent from there: as many bytes."""
         self.views = deque(view for view in views if view.nbytes)
 
-    def _add(self, views: Iterable[memoryview], whole: bool) -> None:
-        """views: the first ones that are left; `whole` when they are all."""
-        if self._hash is None:
-            return
-        at = 0
-        for view in views:
-            if at + view.nbytes > self._hashed:
-                self._hash.update(view[max(0, self._hashed - at) :])
-                self._hashed = at + view.nbytes
-            at += view.nbytes
-        if whole:
+    def damage(self, views: Iterable[memoryview]) -> None:
+        """Sends other bytes, and the checksum of those that it had."""
+        if self.summed:
+            for view in self.views:
+                self._hash.update(view)
             self._tail[:] = self._hash.intdigest().to_bytes(SUM_BYTES, "little")
-            self._hash = None
-
-    def _taken(self, view: memoryview) -> None:
-        self._hashed = max(0, self._hashed - view.nbytes)
+        self._damaged = True
+        self.replace(views)
 
 
 class Inbound(Transfer):
     """To be received: into the views."""
 
-    def _taken(self, view: memoryview) -> None:
-        if self._hash is not None:
-            self._hash.update(view)
+    piece_bytes = RECEIVED_BYTES
 
     def sums(self) -> tuple[int, int]:
         """Checksum of what has come, and the one that the peer has sent."""
-        assert self._hash is not None
         return self._hash.intdigest(), int.from_bytes(self._tail, "little")
 
 

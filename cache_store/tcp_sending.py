@@ -236,8 +236,7 @@ class TcpSender(Sender):
         """Called by any thread."""
         transfer = Outbound(views, checksum.covered(self._link.checksum, run.layer, blocks[0]))
         if self._damaged(run):
-            transfer.hash_now()
-            transfer.replace([memoryview(damaged(b"".join(views)))])
+            transfer.damage([memoryview(damaged(b"".join(views)))])
         return Outgoing(run, blocks, transfer)
 
     # ---- the stream
