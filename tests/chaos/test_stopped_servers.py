@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +25,7 @@ from tests.chaos.cases import (
 from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
+from tests.standstill import standing_still
 from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
@@ -52,13 +51,8 @@ def cluster() -> Iterator[Cluster]:
 def stopped(server: ServerProcess, parts: str) -> Iterator[float]:
     """The server's `front`, `engine` or `both` stand still within; gives the time of the stop."""
     pids = {"front": [server.pid], "engine": [server.engine_pid], "both": [server.engine_pid, server.pid]}[parts]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
+    with standing_still(*pids):
         yield time.monotonic()
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 class HttpStream(threading.Thread):

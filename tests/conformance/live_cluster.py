@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ import pytest
 
 from tests.integration.cluster import Cluster, ServerProcess, process_exists
 from tests.integration.generation_client import TIMEOUT_S
+from tests.standstill import standing_still
 from tests.unit.engine.tiny_models import tiny_model
 
 MODEL = "tiny"
@@ -93,12 +92,8 @@ class Live:
 @contextmanager
 def frozen(server: ServerProcess) -> Iterator[None]:
     """The engine of the server does nothing meanwhile; whatever needs it stays open."""
-    pid = server.engine_pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with standing_still(server.engine_pid):
         yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def _start() -> Iterator[Live]:

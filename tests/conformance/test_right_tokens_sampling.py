@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from engine.messages import SamplingParams
+from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import MIN_MARGIN, prompt_of, reference
 from tests.conformance.test_right_tokens import BLOCK, FLAGS
 from tests.integration.cluster import Cluster, wait_for
@@ -80,16 +79,12 @@ def test_sampling_when_colocated_then_the_same_draws_and_other_choices_draw_othe
 
 def test_sampling_when_eight_requests_run_at_once_then_each_draws_as_if_alone(sampled: Sampled) -> None:
     decode = sampled.cluster.decode[0]
-    engine = decode.engine_pid
-    os.kill(engine, signal.SIGSTOP)
-    try:
+    with frozen(decode):
         opened = [
             sampled.client.open(prompt, TOKENS, salt="batch", **options)
             for prompt, options in zip(PROMPTS, SAMPLED, strict=True)
         ]
         wait_for("eight requests on the decode server", lambda: len(decode.requests()["open"]) == len(opened), 10.0)
-    finally:
-        os.kill(engine, signal.SIGCONT)
     for generation, options, expected in zip(opened, SAMPLED, sampled.expected, strict=True):
         assert generation.answer().token_ids == expected, f"{options}"
 

@@ -19,6 +19,8 @@ from typing import IO
 
 import pytest
 
+from tests.standstill import standing_still
+
 START_S = 20.0
 CLIENT_TTL_S = 2  # after which the master forgets a client that says nothing, and what lay there
 
@@ -75,12 +77,8 @@ class MooncakeMaster:
         """It does nothing meanwhile, and its connections stay open."""
         process = self._process
         assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        try:
-            _wait_for_state(process.pid, "T")
+        with standing_still(process.pid):
             yield
-        finally:
-            process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()
@@ -136,15 +134,6 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _wait_for_state(pid: int, state: str) -> None:
-    until = time.monotonic() + 10.0
-    while time.monotonic() < until:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == state:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"process {pid} is not in state {state}")
 
 
 def alive(pid: int) -> bool:

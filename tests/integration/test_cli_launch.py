@@ -14,6 +14,7 @@ import pytest
 from cli.launch import Launcher, LaunchError, LaunchStopped
 from cli.process import Process
 from tests.integration.cluster import process_exists, wait_for
+from tests.standstill import stand_still
 from tests.unit.router.tokenizer_folders import byte_level
 
 LIMIT_S = 60.0
@@ -77,7 +78,7 @@ def test_stop_when_a_process_ignores_signals_then_it_is_killed(
 ) -> None:
     monkeypatch.setattr("cli.launch.FAST_EXIT_S", 0.2)
     launcher.start()
-    launcher.router.send_signal(signal.SIGSTOP)  # a process that hangs
+    stand_still(pid_of(launcher.router))  # a process that hangs
     assert launcher.stop(grace_s=0.1) == [-signal.SIGKILL]
 
 

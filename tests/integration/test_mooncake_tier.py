@@ -3,8 +3,6 @@ damaged, full, slow or gone is a miss in time."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +27,7 @@ from tests.integration.mooncake_master import (
     needs_mooncake,
     running_master,
 )
+from tests.standstill import stand_still
 
 pytestmark = needs_mooncake()
 
@@ -360,7 +359,7 @@ def test_client_when_its_engine_is_killed_then_ends_too_and_it_never_knew_the_en
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         assert "PATH" in environment_of(pid) and "BATON_API_KEY" not in environment_of(pid)
-        os.kill(pid, signal.SIGSTOP)  # as if the library hung
+        stand_still(pid)  # as if the library hung
     finally:
         owner.kill()
         owner.communicate()

@@ -21,6 +21,7 @@ from tests.extent import extended
 from tests.integration.cluster import ROOT, SERVER_FLAGS, Cluster, ServerProcess, process_exists, wait_for
 from tests.integration.test_servers_handoff import MODEL, prompt_of
 from tests.integration.wire_client import TIMEOUT_S, Client, EventReader, Pair, generate_input, typed
+from tests.standstill import stand_still
 from tests.unit.engine.tiny_models import tiny_model
 
 DEADLINE_S = 2.0  # between ranks
@@ -59,6 +60,9 @@ def fault_of(rank: int, state: str) -> str:
     return f"{point}raise=EXECUTION_EXCEPTION,{labels}nth={8 if state == 'idle' else 3}"
 
 
+STRIKES = {"kill": lambda pid: os.kill(pid, signal.SIGKILL), "stop": stand_still}
+
+
 @dataclass
 class Server:
     """A colocated server of two ranks, alone."""
@@ -68,9 +72,8 @@ class Server:
     pids: list[int]
 
     def act(self, how: str, rank: int) -> None:
-        number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(how)
-        if number is not None:
-            os.kill(self.pids[rank], number)
+        if how in STRIKES:
+            STRIKES[how](self.pids[rank])
 
     def assert_gone(self) -> None:
         """No process of it, no file of it."""
@@ -174,7 +177,7 @@ def test_rank_when_it_is_lost_while_the_engine_starts_then_one_line_says_so_and_
     try:
         ranks = wait_for("both ranks", lambda: engines_of(process.pid), 2 * SLACK_S)
         if how != "raise":
-            os.kill(ranks[rank], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            STRIKES[how](ranks[rank])
         out, err = process.communicate(timeout=START_S[how] + SLACK_S)
         lines = [line for line in err.splitlines() if not line.startswith("{")]
         assert (process.returncode, out, len(lines)) == (1, "", 1), err
@@ -250,7 +253,7 @@ def test_rank_when_it_is_lost_during_a_transfer_then_the_other_server_gets_its_b
             prefill = pair.open_prefill(request)
             wait_for("a transfer", lambda: cluster.decode[0].ledger()[0]["receiving"], SLACK_S)
             began = time.monotonic()
-            os.kill(pids[rank], signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            STRIKES[how](pids[rank])
             check_end(broken, rank, began)
             decode.wait_end(DEADLINE_S + SLACK_S)
             assert isinstance(typed(decode.error), BatonError)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from cache_store.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from tests.integration.cluster import ROOT, process_exists
+from tests.standstill import stand_still, standing_still
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.shared import SharedNode, needs_nixl
 from tests.unit.cache_store.staged import GatedCopies, HeldMark
@@ -66,22 +67,6 @@ def pair(transport: str = "nixl", **more: float | str) -> Iterator[Pair]:
     with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
         yield prefill, decode
         assert_clean(prefill, decode)
-
-
-@contextmanager
-def standing_still(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-
-    def stopped() -> bool:
-        return all((each / "stat").read_text().rpartition(")")[2].split()[0] == "T" for each in threads.iterdir())
-
-    try:
-        until(stopped, "the process stands still")
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def begin_hanging_load(prefill: Node, decode: Node, theirs: list[int], own: list[int], key: str = KEY) -> None:
@@ -207,7 +192,7 @@ def test_process_when_its_engine_is_killed_while_it_hangs_then_it_ends_too() -> 
             pids = [int(pid) for pid in owner.stdout.readline().split()]
             assert len(pids) == 2
             for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+                stand_still(pid)
         finally:
             owner.kill()
     until(lambda: not any(process_exists(pid) for pid in pids), "its processes have ended")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from engine.parallel.lost import RankLost
 from engine.parallel.messages import FollowerFrame, FollowerStart, RankFrame, RowOrder, StepOrder
 from engine.parallel.port import Port
 from rpc.errors import ErrorCode
+from tests.standstill import stand_still
 
 ROOT = Path(__file__).resolve().parents[4]
 LIMIT_S = 60.0
@@ -148,8 +148,8 @@ def test_follower_when_it_is_stopped_then_it_is_lost_within_the_deadline(peers: 
     cluster = peers(["echo"], timeout_s=SHORT_S)
     cluster.hub.step(order())
     cluster.replies("tokens", 1)
-    os.kill(cluster.processes[0].pid, signal.SIGSTOP)
     began = time.monotonic()
+    stand_still(cluster.processes[0].pid)
     lost = cluster.until_lost()
     assert (lost.rank, lost.metadata["cause"]) == (1, "silent")
     assert SHORT_S <= time.monotonic() - began < LIMIT_S / 2
