@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from engine.messages import SamplingParams
 from rpc.errors import BatonError, ErrorCode
-from tests.conformance.live_cluster import frozen
-from tests.conformance.reference import clear_prompt, reference
+from tests.conformance.known_answers import (
+    GREEDY,
+    PATIENT,
+    SAMPLED,
+    Case,
+    check_handovers,
+    check_preemptions,
+    known,
+)
+from tests.conformance.reference import reference
 from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import TIMEOUT_S, GenerationClient
@@ -24,18 +30,9 @@ TOKENS = 40
 POOL_TOKENS = 384  # of a decode server: three whole requests of those that are preempted, and five at their start
 CHUNK = 48
 FLAGS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16")
-DECODE_FLAGS = (*FLAGS, "--decode-retry-times", "10000", "--decode-retry-timeout-ms", "30000",
-                "--kv-load-failure-policy", "fail")  # fmt: skip
-SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 5}
+DECODE_FLAGS = (*FLAGS, *PATIENT, "--kv-load-failure-policy", "fail")
 
 Server = tuple[int, int, str]  # block size, ranks, transport (of a decode server)
-
-
-@dataclass(frozen=True)
-class Case:
-    prompt: list[int]
-    options: dict[str, Any]
-    expected: list[int]
 
 
 @dataclass
@@ -91,17 +88,8 @@ def sized(request: pytest.FixtureRequest) -> Iterator[Sized]:
 def cases() -> list[Case]:
     """Greedy: within the first block, of whole blocks of every size, of several chunks. Sampled: short of a block."""
     model = reference(tiny_model("llama"))
-    found = []
-    for length in (7, 64, 3 * CHUNK + 5):
-        prompt = clear_prompt(model, length, TOKENS)
-        found.append(Case(prompt, {"temperature": 0.0}, model.greedy(prompt, TOKENS)))
-    prompt = clear_prompt(model, 60, TOKENS)
-    sampled = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **SAMPLED))
-    return [*found, Case(prompt, SAMPLED, sampled)]
-
-
-def counted(server: ServerProcess, name: str, **labels: str) -> float:
-    return server.metric(name, **labels) or 0.0
+    wanted = ((7, GREEDY), (64, GREEDY), (3 * CHUNK + 5, GREEDY), (60, SAMPLED))
+    return [known(model, length, TOKENS, options) for length, options in wanted]
 
 
 def name_of(pair: tuple[Server, Server]) -> str:
@@ -109,9 +97,10 @@ def name_of(pair: tuple[Server, Server]) -> str:
     return f"p{p_size}x{p_ranks}-d{d_size}x{d_ranks}-{transport}"
 
 
-# In every run: larger blocks on the decode server, and smaller ones.
-ALWAYS = [((16, 1, ""), (32, 1, "ipc")), ((64, 1, ""), (32, 1, "tcp"))]
+# In every run: larger blocks on the decode server. Agents alone are tested with all sizes and transports.
+ALWAYS = [((16, 1, ""), (32, 1, "ipc"))]
 WHOLE = [
+    ((64, 1, ""), (32, 1, "tcp")),
     ((32, 1, ""), (16, 1, "ipc")),
     ((64, 1, ""), (16, 1, "grpc")),
     ((64, 1, ""), (16, 1, "tcp")),
@@ -123,7 +112,7 @@ WHOLE = [
 ]
 PAIRS = [
     *(pytest.param(pair, id=name_of(pair)) for pair in ALWAYS),
-    pytest.param(((16, 1, ""), (32, 1, "nixl")), id="p16x1-d32x1-nixl", marks=needs_nixl),
+    pytest.param(((16, 1, ""), (32, 1, "nixl")), id="p16x1-d32x1-nixl", marks=[needs_nixl, pytest.mark.extended]),
     *(extended(pair, id=name_of(pair)) for pair in WHOLE),
 ]
 
@@ -134,35 +123,9 @@ def test_tokens_when_block_sizes_differ_then_those_of_one_server_also_with_a_pre
 ) -> None:
     _, decode, router = sized.pair(*pair)
     size, _, transport = pair[1]
-    salt = name_of(pair)
-    loads = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
     with GenerationClient(router.grpc) as client:
-        for case in cases:
-            answer = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
-            assert answer.token_ids == case.expected, f"prompt of {len(case.prompt)}"
-            assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
-        for case in cases:  # what is whole of it is on both servers
-            skipped = counted(decode, "baton_kv_blocks_skipped_total")
-            again = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
-            assert (again.token_ids, again.path) == (case.expected, "pd"), f"prompt of {len(case.prompt)}, again"
-            assert counted(decode, "baton_kv_blocks_skipped_total") - skipped == len(case.prompt) // size
-        # A prefix that only the decode server has.
-        case = cases[2]
-        for choice in client.open(case.prompt, 4, salt=f"{salt} on d", n=2, **case.options).answers():
-            assert (choice.token_ids, choice.path) == (case.expected[:4], "colocated")
-        alone = client.generate(case.prompt, TOKENS, salt=f"{salt} on d", **case.options)
-        assert (alone.token_ids, alone.path, alone.cached_tokens) == (case.expected, "pd", 0)
-        done = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok") - loads
-        assert done == 2 * len(cases) + 1, f"each load by {transport}"
-
-        before = counted(decode, "baton_preemptions_total", reason="blocks")
-        case = cases[3]
-        with frozen(decode):  # begins when all requests are there, so that it has too many however fast they come
-            opened = [client.open(case.prompt, TOKENS, salt=f"{salt} {n}", **case.options) for n in range(6)]
-            wait_for("the requests", lambda: len(decode.requests()["open"]) == len(opened), TIMEOUT_S)
-        for generation in opened:
-            assert generation.answer().token_ids == case.expected
-        assert counted(decode, "baton_preemptions_total", reason="blocks") > before
+        check_handovers(client, decode, cases, salt=name_of(pair), block=size, transport=transport)
+        check_preemptions(client, decode, cases[3], 6, salt=name_of(pair))
     sized.cluster.assert_clean_ledgers()
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from engine.messages import SamplingParams
-from tests.conformance.reference import clear_prompt, reference
+from tests.conformance.known_answers import GREEDY, Case, known
+from tests.conformance.reference import reference
 from tests.conformance.test_right_tokens import BLOCK, CHUNK
-from tests.integration.cluster import Cluster, ServerProcess
+from tests.integration.cluster import Cluster
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -21,36 +20,18 @@ TOKENS = 80
 FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
          "--num-kv-blocks", "256")  # fmt: skip
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    GREEDY,
     {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 3},
     {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3, "seed": 4},
     {"temperature": 0.0, "repetition_penalty": 1.3},
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    prompt: list[int]
-    options: dict[str, Any]
-    expected: list[int]
-
-
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
     """Greedy and sampled requests, by number: the right tokens of each."""
     model = reference(tiny_model("llama"))
-    found = []
-    for number in range(8):
-        prompt, options = clear_prompt(model, 20 + 13 * number, TOKENS), OPTIONS[number % len(OPTIONS)]
-        answer = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options))
-        if options == {"temperature": 0.0}:
-            assert model.greedy(prompt, TOKENS) == answer
-        found.append(Case(prompt, options, answer))
-    return found
-
-
-def counter(server: ServerProcess, name: str, **labels: str) -> float:
-    return server.metric(name, **labels) or 0.0
+    return [known(model, 20 + 13 * number, TOKENS, OPTIONS[number % len(OPTIONS)]) for number in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +69,13 @@ def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transfor
     router, decodes = cluster.router, cluster.decode
     for role in ("prefill", "decode"):
         lines = [line for line in router.metrics().splitlines() if line.startswith("baton_retries_total")]
-        assert counter(router, "baton_retries_total", role=role, code="EXECUTION_EXCEPTION") == 1, (role, lines)
+        assert router.counted("baton_retries_total", role=role, code="EXECUTION_EXCEPTION") == 1, (role, lines)
     # Both failed loads were repeated by the decode server itself, and the one that failed again was computed there.
-    assert sum(counter(decode, "baton_stage_retries_total", stage="load") for decode in decodes) == 2
+    assert sum(decode.counted("baton_stage_retries_total", stage="load") for decode in decodes) == 2
     records = [record for decode in decodes for record in decode.requests()["finished"] if record["mode"] == "decode"]
     recomputed = [record for record in records if {"load", "compute"} <= set(record["stages"])]
     assert len(recomputed) == 1, recomputed
-    assert counter(router, "baton_migrations_total", result="ok") == 0
+    assert router.counted("baton_migrations_total", result="ok") == 0
     cluster.assert_clean_ledgers()
 
 
@@ -118,8 +99,8 @@ def test_tokens_when_the_decode_server_is_killed_in_the_middle_then_those_of_tra
             moved += answer.attempts > 1
     assert max(came) < TOKENS, "no answer was in its middle"
     assert moved >= 4
-    assert counter(cluster.router, "baton_migrations_total", result="ok") >= 4
-    assert counter(cluster.router, "baton_migrations_total", result="failed") == 0
+    assert cluster.router.counted("baton_migrations_total", result="ok") >= 4
+    assert cluster.router.counted("baton_migrations_total", result="failed") == 0
     assert not victim.alive
     assert other.alive
     cluster.assert_clean_ledgers()

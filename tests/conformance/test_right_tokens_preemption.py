@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.messages import SamplingParams
+from tests.conformance.known_answers import GREEDY, PATIENT, Case, known
 from tests.conformance.live_cluster import frozen
-from tests.conformance.reference import clear_prompt, reference
+from tests.conformance.reference import reference
 from tests.conformance.test_right_tokens import BLOCK
+from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import TIMEOUT_S, GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
@@ -21,10 +22,9 @@ TOKENS = 60
 PROMPT = 40
 BLOCKS = 24  # of a decode server: three whole requests, and five at their start
 FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", "64", "--max-num-seqs", "16")
-DECODE_FLAGS = (*FLAGS, "--num-kv-blocks", str(BLOCKS), "--decode-retry-times", "10000",
-                "--decode-retry-timeout-ms", "30000")  # fmt: skip
+DECODE_FLAGS = (*FLAGS, *PATIENT, "--num-kv-blocks", str(BLOCKS))
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    GREEDY,
     {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": 5},
 )
 
@@ -44,21 +44,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[tuple[list[int], dict[str, Any], list[int]]]:
-    """Sixteen requests: prompt, options and the right tokens."""
+def cases() -> list[Case]:
     model = reference(tiny_model("llama"))
-    found = []
-    for number in range(16):
-        prompt, options = clear_prompt(model, PROMPT + number, TOKENS), OPTIONS[number % 2]
-        answer = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options))
-        if not options["temperature"]:
-            assert model.greedy(prompt, TOKENS) == answer
-        found.append((prompt, options, answer))
-    return found
+    return [known(model, PROMPT + number, TOKENS, OPTIONS[number % 2]) for number in range(16)]
 
 
 def preemptions(server: ServerProcess) -> float:
-    return server.metric("baton_preemptions_total", reason="blocks") or 0.0
+    return server.counted("baton_preemptions_total", reason="blocks")
 
 
 def all_are_there(cluster: Cluster) -> bool:
@@ -66,19 +58,19 @@ def all_are_there(cluster: Cluster) -> bool:
     return [len(server.requests()["open"]) for server in cluster.decode] == [8, 8]
 
 
-@pytest.mark.parametrize("n", [1, 2], ids=["pd", "colocated"])
+@pytest.mark.parametrize("n", [pytest.param(1, id="pd"), extended(2, id="colocated")])
 def test_tokens_when_requests_are_preempted_then_those_of_a_request_that_is_alone(
-    cluster: Cluster, expected: list[tuple[list[int], dict[str, Any], list[int]]], n: int
+    cluster: Cluster, cases: list[Case], n: int
 ) -> None:
     before = [preemptions(server) for server in cluster.decode]
     with GenerationClient(cluster.router.grpc) as client:
         # The engines begin when all requests are there, so that each has too many of them however fast they come.
         with frozen(cluster.decode[0]), frozen(cluster.decode[1]):
-            opened = [client.open(prompt, TOKENS, n=n, salt=f"n-{n}", **options) for prompt, options, _ in expected]
+            opened = [client.open(case.prompt, TOKENS, n=n, salt=f"n-{n}", **case.options) for case in cases]
             wait_for("the requests on both decode servers", lambda: all_are_there(cluster), TIMEOUT_S)
-        for generation, (prompt, options, answer) in zip(opened, expected, strict=True):
+        for generation, case in zip(opened, cases, strict=True):
             first = generation.answers()[0]
-            assert first.token_ids == answer, f"prompt of {len(prompt)}, {options}"
+            assert first.token_ids == case.expected, f"prompt of {len(case.prompt)}, {case.options}"
             assert (first.path, first.attempts) == ("pd" if n == 1 else "colocated", 1)
     after = [preemptions(server) for server in cluster.decode]
     assert all(late > early for late, early in zip(after, before, strict=True)), f"preemptions {before} to {after}"

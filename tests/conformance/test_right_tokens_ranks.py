@@ -12,10 +12,17 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.messages import SamplingParams
 from rpc.errors import BatonError, ErrorCode
-from tests.conformance.live_cluster import frozen
-from tests.conformance.reference import clear_prompt, reference
+from tests.conformance.known_answers import (
+    GREEDY,
+    PATIENT,
+    SAMPLED,
+    Case,
+    check_handovers,
+    check_preemptions,
+    known,
+)
+from tests.conformance.reference import reference
 from tests.conformance.test_right_tokens import BLOCK, CHUNK
 from tests.extent import WHOLE
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
@@ -28,19 +35,10 @@ pytestmark = pytest.mark.timeout(400)  # clusters start within it, on busy machi
 TOKENS = 60
 BLOCKS = 28  # of a decode server: four whole requests of those below, and seven at their start
 FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16")
-DECODE_FLAGS = (*FLAGS, "--num-kv-blocks", str(BLOCKS), "--decode-retry-times", "10000",
-                "--decode-retry-timeout-ms", "30000", "--kv-load-failure-policy", "fail")  # fmt: skip
+DECODE_FLAGS = (*FLAGS, *PATIENT, "--num-kv-blocks", str(BLOCKS), "--kv-load-failure-policy", "fail")
 # Decoding is slow, so that there is a middle of an answer; and the load of some requests fails on one rank.
 DECODE_FAULTS = ("engine.step:delay=0.004,kind=decode,rank=0;"
                  "cache_store.load_start:raise=CACHE_STORE_LOAD_BUFFER_TIMEOUT,rank=1,key=broken*")  # fmt: skip
-SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 5}
-
-
-@dataclass(frozen=True)
-class Case:
-    prompt: list[int]
-    options: dict[str, Any]
-    expected: list[int]
 
 
 @dataclass
@@ -81,8 +79,8 @@ class Ranked:
 # How the decode servers of so many ranks get KV, and how further ones do.
 TRANSPORT_OF = {1: "grpc", 2: "ipc", 4: "ipc"}
 TRANSPORTS = ("ipc", "nixl", "tcp", "grpc")
-# In every run: as many ranks on both sides, and heads that are put together. Agents alone are tested in all sizes.
-ALWAYS = {(2, 2), (2, 1)}
+# In every run: as many ranks on both sides. Agents alone are tested in all sizes.
+ALWAYS = {(2, 2)}
 
 
 def pairs_of(sizes: tuple[int, ...], transports: tuple[str, ...] = ("",)) -> list[Any]:
@@ -108,16 +106,8 @@ BY_TRANSPORT = [*PAIRS, *pairs_of((1, 2, 4), TRANSPORTS)]
 def cases() -> list[Case]:
     """Greedy and sampled: shorter than a block, of whole blocks, of several chunks."""
     model = reference(tiny_model("llama"))
-    found = []
-    for length, options in (
-        (BLOCK - 1, {"temperature": 0.0}),
-        (3 * BLOCK, SAMPLED),
-        (3 * CHUNK + 5, {"temperature": 0.0}),
-    ):
-        prompt = clear_prompt(model, length, TOKENS)
-        answer = model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options))
-        found.append(Case(prompt, options, answer))
-    return found
+    wanted = ((BLOCK - 1, GREEDY), (3 * BLOCK, SAMPLED), (3 * CHUNK + 5, GREEDY))
+    return [known(model, length, TOKENS, options) for length, options in wanted]
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +134,11 @@ def ranked_of(started: dict[tuple[int, ...], Ranked], sizes: tuple[int, ...]) ->
             rank_flags = ("--tensor-parallel-size", str(size))
             if WHOLE or any(size == p for p, _ in ALWAYS):
                 ranked.prefill[size] = cluster.start_prefill([*FLAGS, *rank_flags])
-            ranked.decode[size] = ranked.start_decode(size, TRANSPORT_OF[size])
+            if WHOLE or any(size == d for _, d in ALWAYS):
+                ranked.decode[size] = ranked.start_decode(size, TRANSPORT_OF[size])
         for server in cluster.servers:
             server.wait_ready(180.0)
     return started[sizes]
-
-
-def counted(server: ServerProcess, name: str, **labels: str) -> float:
-    return server.metric(name, **labels) or 0.0
 
 
 @pytest.mark.parametrize(("sizes_and_pair", "transport"), BY_TRANSPORT)
@@ -165,28 +152,9 @@ def test_k13_tokens_when_the_servers_have_ranks_of_their_own_then_those_of_one_a
     ranked = ranked_of(started, sizes)
     transport = transport or TRANSPORT_OF[pair[1]]
     decode = ranked.decode_by(pair[1], transport)
-    salt = f"{pair} {transport}"
-    before = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
     with ranked.client(*pair, transport) as client:
-        for case in cases:
-            answer = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
-            assert answer.token_ids == case.expected, f"{pair}: prompt of {len(case.prompt)}"
-            assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
-        for case in cases:
-            skipped = counted(decode, "baton_kv_blocks_skipped_total")
-            again = client.generate(case.prompt, TOKENS, salt=salt, **case.options)
-            assert again.token_ids == case.expected, f"{pair}: prompt of {len(case.prompt)}, with its prefix"
-            assert again.path == "pd"
-            assert counted(decode, "baton_kv_blocks_skipped_total") - skipped == len(case.prompt) // BLOCK
-        # A prefix that only the decode server has.
-        case = cases[2]
-        for choice in client.open(case.prompt, 4, salt=f"{salt} on d", n=2, **case.options).answers():
-            assert (choice.token_ids, choice.path) == (case.expected[:4], "colocated")
-        alone = client.generate(case.prompt, TOKENS, salt=f"{salt} on d", **case.options)
-        assert (alone.token_ids, alone.path, alone.cached_tokens) == (case.expected, "pd", 0)
-    after = counted(decode, "baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
-    assert after - before == 2 * len(cases) + 1, f"each load by {transport}"
-    times = counted(decode, "baton_load_rank_seconds_count", stat="max")
+        check_handovers(client, decode, cases, salt=f"{pair} {transport}", block=BLOCK, transport=transport)
+    times = decode.counted("baton_load_rank_seconds_count", stat="max")
     assert (times >= 2 * len(cases) + 1) == (pair[1] > 1), "each load over several ranks has its times"
     for server in (ranked.prefill[pair[0]], decode):
         ranks = {counts["rank"] for counts in server.ledger()}
@@ -204,15 +172,8 @@ def test_tokens_when_requests_are_preempted_on_several_ranks_then_those_of_a_req
     sizes, pair = sizes_and_pair
     ranked = ranked_of(started, sizes)
     decode = ranked.decode[pair[1]]
-    before = counted(decode, "baton_preemptions_total", reason="blocks")
-    case = cases[1]
     with ranked.client(*pair) as client:
-        with frozen(decode):  # begins when all requests are there, so that it has too many however fast they come
-            opened = [client.open(case.prompt, TOKENS, salt=f"{pair} {n}", **case.options) for n in range(7)]
-            wait_for("the requests", lambda: len(decode.requests()["open"]) == len(opened), TIMEOUT_S)
-        for generation in opened:
-            assert generation.answer().token_ids == case.expected
-    assert counted(decode, "baton_preemptions_total", reason="blocks") > before
+        check_preemptions(client, decode, cases[1], 7, salt=f"{pair}")
     ranked.cluster.assert_clean_ledgers()
 
 
@@ -241,7 +202,7 @@ def test_o7_load_when_one_rank_fails_then_its_code_and_rank_reach_the_client_and
         waiting = [callers.submit(fails, number) for number in range(4)]
         answers = 0
         while answers < 5 or not all(each.done() for each in waiting):
-            assert live_seconds(pages) < 0.1 + 2 * quiet_s
+            assert live_seconds(pages) < 0.5 + 2 * quiet_s
             answers += 1
         for each in waiting:
             error = each.result(TIMEOUT_S)
@@ -252,7 +213,7 @@ def test_o7_load_when_one_rank_fails_then_its_code_and_rank_reach_the_client_and
         ranked.cluster.assert_clean_ledgers()
         # Booked by the rank whose load failed, and by no other.
         reason = "CACHE_STORE_LOAD_BUFFER_TIMEOUT"
-        wait_for("the figures", lambda: counted(decode, "baton_kv_transfer_failures_total", reason=reason) >= 4, 5.0)
+        wait_for("the figures", lambda: decode.counted("baton_kv_transfer_failures_total", reason=reason) >= 4, 5.0)
         lines = [line for line in decode.metrics().splitlines() if line.startswith("baton_kv_transfer_failures_total{")]
         assert sum(float(line.rpartition(" ")[2]) for line in lines) == 4, lines
         # Neither side has lost anything.
@@ -274,6 +235,7 @@ def live_seconds(pages: httpx.Client) -> float:
     return min(found)
 
 
+@pytest.mark.extended
 def test_tokens_when_a_decode_server_of_several_ranks_is_killed_then_the_answer_goes_on_elsewhere(
     started: dict[tuple[int, ...], Ranked], cases: list[Case]
 ) -> None:
@@ -296,5 +258,5 @@ def test_tokens_when_a_decode_server_of_several_ranks_is_killed_then_the_answer_
             assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
             moved += answer.attempts > 1
     assert max(came) < TOKENS and moved >= 1
-    assert counted(router, "baton_migrations_total", result="failed") == 0
+    assert router.counted("baton_migrations_total", result="failed") == 0
     ranked.cluster.assert_clean_ledgers()
