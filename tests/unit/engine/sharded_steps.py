@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,10 @@ def _changed_model(name: str, changed: tuple[tuple[str, int], ...]) -> Path:
     folder = source.parent / "-".join([source.name, *(f"{key}-{value}" for key, value in changed)])
     config = json.loads((source / "config.json").read_text()) | dict(changed)
     folder.mkdir(exist_ok=True)
-    own = folder / f"config.json.{id(config)}.{torch.randint(1 << 30, ()).item()}"
-    own.write_text(json.dumps(config))
-    own.replace(folder / "config.json")
+    # Under a name of its own first: ranks do this at the same time, and are forks, which draw the same random numbers.
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as own:
+        json.dump(config, own)
+    Path(own.name).replace(folder / "config.json")
     return folder
 
 

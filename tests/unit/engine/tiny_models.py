@@ -6,11 +6,14 @@ test modules and later runs share them. Set BATON_TINY_MODELS to keep them elsew
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,7 @@ _CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
 )
 _SEED = 20240611
+_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 def tiny_model(name: str) -> Path:
@@ -96,23 +100,40 @@ def tiny_model(name: str) -> Path:
     default = Path(__file__).resolve().parents[3] / ".pytest_cache" / "tiny-models"  # for later runs too
     root = Path(os.environ.get("BATON_TINY_MODELS", default))
     folder = root / f"{name}-{key}"
-    if folder.exists():
-        return folder
-    root.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=root))
+    if not _complete(folder):
+        root.mkdir(parents=True, exist_ok=True)
+        with _turn(root / f"{folder.name}.lock"):
+            if not _complete(folder):  # of many processes that ask at once, one makes it
+                _make(getattr(transformers, class_name)(**(_COMMON | arguments)), folder)
+    return folder
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / name).exists() for name in _FILES)
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    with path.open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Not left to closing: a process that a test has forked holds the same open file.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _make(config: Any, folder: Path) -> None:
+    """Only whole folders get the name; one that has lost files is made anew."""
+    building = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        config = getattr(transformers, class_name)(**(_COMMON | arguments))
         _save_model(config, building)
         _save_tokenizer(building)
         building.chmod(0o755)
-        try:
-            building.rename(folder)
-        except OSError:  # another process was faster; folders of one recipe are equal
-            if not folder.exists():
-                raise
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return folder
 
 
 def _save_model(config: Any, folder: Path) -> None:
