@@ -29,7 +29,7 @@ from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
 from tests.unit.engine.tiny_models import VOCAB_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(not available, reason="needs Triton")
+needs_triton = pytest.mark.skipif(not available(DEVICE), reason="needs Triton")
 
 
 def table_of(runner) -> torch.Tensor:

@@ -27,7 +27,7 @@ from tests.unit.engine.real_engine import RealEngine, pair, run_until, serve
 
 GRAPHS = PrefillGraphSettings(enabled=True, max_requests=2, buckets=(8, 16))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(not available, reason="needs Triton")
+needs_triton = pytest.mark.skipif(not available(DEVICE), reason="needs Triton")
 
 
 def options(**changes: object) -> dict[str, object]:

@@ -24,7 +24,7 @@ from tests.unit.engine.prefill_graph.graph_runners import BLOCK, GraphRunner, mo
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SECTIONS = [8, 12, 12]
 MROPE = {"type": "mrope", "mrope_section": SECTIONS}
-needs_triton = pytest.mark.skipif(not available, reason="needs Triton")
+needs_triton = pytest.mark.skipif(not available(DEVICE), reason="needs Triton")
 
 
 @pytest.fixture(autouse=True)

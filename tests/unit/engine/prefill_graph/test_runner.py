@@ -37,7 +37,7 @@ from tests.unit.engine.tiny_models import tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-3 if DEVICE == "cuda" else 1e-4  # a GPU's float32 products may run in TensorFloat-32
-pytestmark = pytest.mark.skipif(not available, reason="needs Triton")
+pytestmark = pytest.mark.skipif(not available(DEVICE), reason="needs Triton")
 
 
 @pytest.fixture(autouse=True)
