@@ -287,13 +287,13 @@ class Mover:
 
     def _take_turn(self) -> tuple[int, bool, Exception | None]:
         total = 0
-        reported = 0
+        due = 1  # the first one is reported at once
         until = time.monotonic() + LONGEST_TURN_S
         try:
             while self._queue and not self._ended and time.monotonic() < until:
                 transfer = self._queue[0]
                 views, size = transfer.next_views()
-                count = self._move(views, size)
+                count = self._move(views)
                 total += count
                 transfer.take_off(count)
                 if count < size and count < KEPT_UP_BYTES:
@@ -302,8 +302,8 @@ class Mover:
                     continue
                 self._queue.popleft()
                 self._finished.append(transfer)
-                if total - reported >= REPORT_BYTES:
-                    reported = total
+                if total >= due:
+                    due = total + REPORT_BYTES
                     self._loop.call_soon_threadsafe(self._report)
         except BlockingIOError:
             return total, True, None
@@ -314,11 +314,13 @@ class Mover:
             return total, False, error
         return total, False, None
 
-    def _move(self, views: list[memoryview], size: int) -> int:
+    def _move(self, views: list[memoryview]) -> int:
         if self._sending:
             # The end of a run is no reason to send less than a full packet, when another one follows.
             return self.connection.sock.sendmsg(views, (), socket.MSG_MORE if len(self._queue) > 1 else 0)
-        self.connection.wake_at(min(size, WAKE_BYTES))
+        # So much has to be announced beyond these bytes, or the wait for what never comes lasts until TURN_S.
+        follows = self._queue[1].left if len(self._queue) > 1 else 0
+        self.connection.wake_at(WAKE_BYTES if follows >= WAKE_BYTES else 1)
         count = self.connection.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         if not count:
             raise ConnectionEnded("the peer has closed it")
