@@ -227,7 +227,7 @@ def test_logits_when_bfloat16_then_are_near_the_float32_models(billion: tuple[Pa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 16])
-def test_replay_when_compared_with_an_eager_run_of_the_padded_batch_then_is_bitwise_equal(
+def test_g2_replay_when_compared_with_an_eager_run_of_the_padded_batch_then_is_bitwise_equal(
     backend: str, rows: int
 ) -> None:
     runner = graph_runner(backend)
@@ -263,7 +263,7 @@ def new_runner_without_graphs(backend: str) -> ModelRunner:
     return new_runner(small_folder(), "bfloat16", backend, load_format="dummy")
 
 
-def test_replay_when_the_batch_is_padded_then_blocks_of_others_stay() -> None:
+def test_g1_replay_when_the_batch_is_padded_then_blocks_of_others_stay() -> None:
     runner = graph_runner()
     for rows in range(1, 16):
         batch = StepBatch([sampled(str(r), [r], 20, [1 + 2 * r, 2 + 2 * r]) for r in range(rows)])
@@ -333,7 +333,9 @@ def test_replay_when_rope_parameters_or_weights_change_then_it_follows() -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_equal_eager_ones(backend: str) -> None:
+def test_g2_steps_when_thousand_of_mixed_sizes_run_then_addresses_stay_and_tokens_equal_eager_ones(
+    backend: str,
+) -> None:
     runner = graph_runner(backend)
     steps = runner.device_steps
     assert steps is not None

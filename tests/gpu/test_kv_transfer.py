@@ -185,7 +185,7 @@ def test_publish_when_the_layers_are_only_queued_then_it_returns_at_once_and_the
             assert times[f"layer_received:{layer}"] < published[f"layer_published:{layer + 1}"]
 
 
-def test_requests_when_the_copy_streams_are_delayed_then_every_block_is_still_right() -> None:
+def test_g3_requests_when_the_copy_streams_are_delayed_then_every_block_is_still_right() -> None:
     rounds = 150
     with nodes(CudaNode("prefill", 1, transport="grpc"), CudaNode("decode", 2, transport="grpc")) as (p, d):
         assert isinstance(p, CudaNode) and isinstance(d, CudaNode)

@@ -192,7 +192,7 @@ def padded() -> GraphRunner:
 
 
 @pytest.mark.parametrize("layout", [(20, 33), (50,), (16, 16, 16), (63,), (30, 30, 1), (64,), (100, 30, 15)], ids=str)
-def test_padding_when_it_is_real_then_it_touches_scratch_alone(padded, layout):
+def test_g1_padding_when_it_is_real_then_it_touches_scratch_alone(padded, layout):
     rows = padded.rows(*layout, seed=3)
     padded.clear()
     # Blocks of others hold numbers that a stray write would change.
@@ -311,7 +311,7 @@ def default_buckets() -> GraphRunner:
 
 
 @pytest.mark.parametrize("bucket", DEFAULT_BUCKETS)
-def test_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_what_an_eager_step_gives(bucket):
+def test_g2_bucket_when_it_has_one_token_one_too_few_or_is_full_then_the_replay_is_what_an_eager_step_gives(bucket):
     for tokens in sorted({1, max(1, bucket - 1), bucket}):
         check_replay(default_buckets(), bucket, tokens, 0.06)
 
@@ -323,7 +323,7 @@ def test_family_when_its_graphs_are_captured_then_a_replay_is_what_an_eager_step
         check_replay(graph, bucket, tokens, 2e-3)  # float32 products may run in TensorFloat-32
 
 
-def test_steps_when_a_thousand_of_eight_requests_run_then_addresses_and_results_stay():
+def test_g2_steps_when_a_thousand_of_eight_requests_run_then_addresses_and_results_stay():
     graph = default_buckets()
     arrays = {bucket: graph.graphs.device_arrays(bucket) for bucket in DEFAULT_BUCKETS}
     before = {bucket: (a.token_ids.data_ptr(), a.slots["full"].data_ptr()) for bucket, a in arrays.items()}

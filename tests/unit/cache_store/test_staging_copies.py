@@ -115,7 +115,7 @@ def test_rows_when_a_slots_list_has_no_room_for_them_then_they_are_copied_one_by
 
 
 @pytest.mark.parametrize("ids", [NEIGHBOURS, SCATTERED], ids=["direct", "scatter"])
-def test_write_when_the_computation_still_uses_the_blocks_then_it_comes_after_it(ids: list[int]) -> None:
+def test_g3_write_when_the_computation_still_uses_the_blocks_then_it_comes_after_it(ids: list[int]) -> None:
     layers = memory(1)
     engine = make("streams", layers)
     assert isinstance(engine, StreamCopyEngine) and isinstance(engine._device, LateDevice)
@@ -132,7 +132,7 @@ def test_write_when_the_computation_still_uses_the_blocks_then_it_comes_after_it
     assert names[0] == ("in", "wait compute")  # before the first copy
 
 
-def test_read_when_the_mark_of_the_computation_was_waited_for_then_it_sees_what_was_computed() -> None:
+def test_g3_read_when_the_mark_of_the_computation_was_waited_for_then_it_sees_what_was_computed() -> None:
     layers = memory(1)
     engine = make("streams", layers)
     assert isinstance(engine, StreamCopyEngine) and isinstance(engine._device, LateDevice)

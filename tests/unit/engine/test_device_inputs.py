@@ -153,7 +153,7 @@ def test_inputs_when_a_table_is_wider_than_the_buffers_then_are_refused_and_noth
     assert torch.equal(inputs.buffers.block_tables, before)
 
 
-def test_buffers_when_somebody_would_put_others_in_their_place_then_raise() -> None:
+def test_g2_buffers_when_somebody_would_put_others_in_their_place_then_raise() -> None:
     buffers = new_inputs().buffers
     with pytest.raises(FrozenInstanceError):
         buffers.slots = torch.zeros_like(buffers.slots)  # type: ignore[misc]  # a graph reads the first ones

@@ -136,7 +136,7 @@ def test_mixed_step_when_rows_decode_and_prefill_then_results_equal_the_cpus() -
 
 
 @pytest.mark.parametrize("rows", [extended(1), extended(2), 3])
-def test_decode_graph_when_the_batch_is_padded_then_results_are_those_of_an_eager_step(rows: int) -> None:
+def test_g1_decode_graph_when_the_batch_is_padded_then_results_are_those_of_an_eager_step(rows: int) -> None:
     graphs, eager = graph_runner(), new_runner("llama", "triton")
     blocks = list(range(1, 1 + 2 * rows))
     for runner in (graphs, eager):

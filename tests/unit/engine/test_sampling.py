@@ -78,7 +78,7 @@ DRAWS = extent(30_000, 100_000)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_when_unfiltered_follow_the_softmax(temperature):
+def test_s1_draws_when_unfiltered_follow_the_softmax(temperature):
     logits = logits_of(1, 40, seed=3, spread=1.0)
     counts = draws(logits, DRAWS, temperature=temperature)
     statistic, freedom = chi_square(counts, torch.softmax(logits[0].double() / temperature, 0).numpy())
@@ -190,7 +190,7 @@ def mixed_rows(count: int) -> list[SamplingRow]:
     ]
 
 
-def test_a_row_alone_and_in_any_batch_and_order_gives_the_same_bits():
+def test_s1_a_row_alone_and_in_any_batch_and_order_gives_the_same_bits():
     count, vocab = 64, 1003  # a vocabulary that no vector width divides
     logits, rows = logits_of(count, vocab), mixed_rows(count)
     alone = [sample(logits[i : i + 1].clone(), rows[i : i + 1])[0] for i in range(count)]
@@ -213,7 +213,7 @@ def test_different_seeds_and_indices_give_different_sequences():
     assert sum(a == b for a, b in zip(by_seed, by_index, strict=True)) < 5
 
 
-def test_sampling_touches_neither_logits_nor_global_random_states():
+def test_s1_sampling_touches_neither_logits_nor_global_random_states():
     logits, rows = logits_of(16, 1003), mixed_rows(16)
     untouched = logits.clone()
 

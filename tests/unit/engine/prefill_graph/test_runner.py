@@ -59,7 +59,7 @@ def test_capture_when_it_is_done_then_the_pool_is_as_before_and_the_report_names
     assert len(report.capture_seconds) == 2
 
 
-def test_replay_when_prompts_fill_a_bucket_in_part_then_it_is_what_an_eager_step_gives(graph):
+def test_g1_replay_when_prompts_fill_a_bucket_in_part_then_it_is_what_an_eager_step_gives(graph):
     graph.clear()
     rows = graph.rows(5, 8)  # 13 tokens in a bucket of 16, with the default limit of padding
     result = graph.replay(rows)
