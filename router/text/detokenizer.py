@@ -31,14 +31,16 @@ class Detokenizer:
         self._rule = tokenizer.rule
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
+        # Bytes of a character that the prompt ends in the middle of, and what came behind them, until it is decided.
+        self._begun = self._behind = b""
         # Without a rule: the last ids, of which the first `_shown` are in the text already.
         self._window: list[int] = []
         self._shown = 0
 
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """Starts the sequence behind a prompt whose text is not wanted: a leading space stays, and a
-        character that the prompt ends in the middle of can be completed. Looks at the prompt's last tokens
-        only."""
+        character that the prompt ends in the middle of can be completed; left as it is, it is no part of the
+        text. Looks at the prompt's last tokens only."""
         if self._rule is None:
             tail = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._skipped][-_CONTEXT_TOKENS:]
             self._window = tail
@@ -54,6 +56,7 @@ class Detokenizer:
                 if size >= 4:  # no character is longer
                     break
         self._utf8.decode(b"".join(reversed(pieces)))
+        self._begun = self._utf8.getstate()[0]
 
     @property
     def held(self) -> bool:
@@ -71,7 +74,22 @@ class Detokenizer:
         if self._at_start and piece:  # an id without a token does not begin the text
             self._at_start = False
             piece = self._tokenizer.first_piece(token_id)
-        return self._utf8.decode(piece)
+        text = self._utf8.decode(piece)
+        return self._decided(text, piece) if self._begun else text
+
+    def _decided(self, text: str, piece: bytes) -> str:
+        """`text`, or what the bytes behind the prompt's are by themselves if they did not complete its character."""
+        self._behind += piece
+        if not text:
+            return ""
+        begun, behind, self._begun = self._begun, self._behind, b""
+        size = 2 + (begun[0] >= 0xE0) + (begun[0] >= 0xF0)
+        try:
+            (begun + behind)[:size].decode()
+        except UnicodeDecodeError:
+            self._utf8.reset()
+            return self._utf8.decode(behind)
+        return text
 
     def _feed_window(self, token_id: int) -> str:
         before = self._decode(self._window[: self._shown])

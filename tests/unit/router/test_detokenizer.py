@@ -141,6 +141,26 @@ def test_character_when_the_prompt_ends_in_its_middle_is_completed_by_the_answer
     assert [detokenizer.feed(token_id) for token_id in ids[2:]] == ["", "😀"]
 
 
+@pytest.mark.parametrize(
+    ("begun", "answer", "texts"),
+    [
+        ("ðŁ", "ab", ["a", "b"]),
+        ("ðŁĺ", "a", ["a"]),
+        ("ðŁ", "ĺa", ["", "\ufffda"]),  # a byte of the answer's own that is no character
+        ("ðŁ", "ðŁĺĢ", ["", "", "", "😀"]),
+        ("Ã", "Ã¼b", ["", "ü", "b"]),
+        ("ï", "¿½b", ["", "\ufffd", "b"]),  # that very sign, completed
+        ("hello", "Ãa", ["", "\ufffda"]),
+    ],
+)
+def test_character_when_the_answer_does_not_complete_the_prompts_then_it_is_no_part_of_the_text(begun, answer, texts):
+    begun, answer = ([BYTE_LEVEL._backend.token_to_id(char) for char in text] for text in (begun, answer))
+    assert None not in begun + answer
+    detokenizer = Detokenizer(BYTE_LEVEL)
+    detokenizer.prime(begun)
+    assert [detokenizer.feed(token_id) for token_id in answer] == texts
+
+
 def test_ids_beyond_the_vocabulary_when_fed_add_nothing():
     assert stream(BYTE_LEVEL, [100_000, 100_001]) == ["", ""]
 
