@@ -329,14 +329,11 @@ class ModelRunner:
 
     def check(self, batch: StepBatch) -> None:
         """Raises ValueError for a batch that `execute` would refuse."""
-        check_batch(batch, self.block_size, self.num_blocks)
         position_ids_of(batch.rows, self.config.rope.axes)
-        if self.device_steps is not None:
-            rows, tokens = len(batch.rows), sum(len(row.token_ids) for row in batch.rows)
-            widest = max(len(row.block_table) for row in batch.rows)
-            limits = self.limits
-            if rows > limits.max_rows or tokens > limits.max_tokens or widest > limits.max_blocks:
-                raise ValueError(f"{rows} rows of {tokens} tokens and up to {widest} blocks: at most {limits} fit")
+        if self.device_steps is None:
+            check_batch(batch, self.block_size, self.num_blocks)
+        else:
+            self.device_steps.inputs.check(batch)
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch, on_layer: Callable[[str, int], None] | None = None) -> None:

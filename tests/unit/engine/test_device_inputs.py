@@ -153,6 +153,40 @@ def test_inputs_when_a_table_is_wider_than_the_buffers_then_are_refused_and_noth
     assert torch.equal(inputs.buffers.block_tables, before)
 
 
+REFUSED = {
+    "too many rows": [sampled(str(i), [1], 0, [1 + i]) for i in range(ROWS + 1)],
+    "too many tokens": [sampled("r", list(range(24)), 0, [1, 2, 3, 4, 5, 6]), sampled("s", [1] * 9, 0, [7, 8, 9])],
+    "no blocks for its token": [sampled("r", [1], 4, [3])],
+    "no blocks for its tokens": [sampled("r", [1, 2, 3], 2, [3])],
+    "a block that does not exist": [sampled("r", [1], 5, [3, 100])],
+    "a block of the padding": [sampled("r", [1, 2, 3], 4, [0, 5])],
+    "a table too wide": [sampled("r", [1, 2], 0, list(range(1, WIDTH + 2)))],
+    "no tokens": [sampled("r", [], 0, [3]), sampled("s", [1, 2], 0, [4])],
+}
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+def test_check_when_a_batch_would_be_refused_then_says_so_beforehand(what: str) -> None:
+    inputs = new_inputs()
+    for refuses in (inputs.check, inputs.prefill):
+        with pytest.raises(ValueError):
+            refuses(StepBatch(REFUSED[what]))
+
+
+def test_check_when_a_row_decodes_on_then_what_its_table_has_gained_is_looked_at() -> None:
+    inputs = new_inputs()
+    row = sampled("r", [1], 7, [3, 4])
+    inputs.check(StepBatch([row]))
+    inputs.decode(StepBatch([row]))
+    for gained, row.start in (([100], 8), ([5, 0], 12)):
+        row.block_table[2:] = gained
+        with pytest.raises(ValueError, match="block ids must be in"):
+            inputs.check(StepBatch([row]))
+    row.block_table[2:], row.start = [5], 8
+    inputs.check(StepBatch([row]))
+    check(inputs.decode(StepBatch([row])), [row], 1, 1)
+
+
 def test_g2_buffers_when_somebody_would_put_others_in_their_place_then_raise() -> None:
     buffers = new_inputs().buffers
     with pytest.raises(FrozenInstanceError):
