@@ -3,23 +3,26 @@
 Nothing runs by itself. What agents and the network do in between (`cache_store/agent.py`, `puller.py`, `sending.py`)
 is done by hand, one event at a time, so that a test can choose any order. KV is what `ScriptedEngine` takes it for: the
 token whose KV lies in a slot of a block. A load copies it out of P's pool when its event is sent, so a block that was
-given to somebody else meanwhile leads to wrong tokens.
+given to somebody else meanwhile leads to wrong tokens. With a one-sided transport the event names P's blocks alone: D
+copies them at any later time, whatever has become of them, and then asks P whether the lease stood.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cache_store import puller
+from cache_store import landing, puller
 from cache_store.events import LeaseEnded
+from cache_store.failures import blames_request
 from cache_store.layout import GroupLayout
 from cache_store.lease import LeaseTable
 from cache_store.load import TERMINAL, Load, LoadState, WantedHere
 from cache_store.parking import Parked, ParkedState, ParkingTable
 from cache_store.reader import Caller, Reader, ReaderState, WantedGroup
+from cache_store.transports import GRPC, IPC
 from engine.messages import PrefillInfo
 from engine.requests import Answer, Request
 from engine.scheduler.scheduler import Scheduler
@@ -136,6 +139,24 @@ class Prefill:
         )
 
 
+@dataclass(frozen=True)
+class Event:
+    """Blocks of a layer on their way to D: where they lie at P and, unless D is to read them there, what they hold."""
+
+    layer: int
+    blocks: list[int]
+    sources: list[int]
+    contents: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What D has begun to read in P's memory."""
+
+    header: pb.PieceHeader
+    targets: list[int]
+
+
 @dataclass(eq=False)
 class Stream:
     """The load of one rank: D's end (`load`), and P's once it is open (`reader`, `parked`)."""
@@ -149,7 +170,10 @@ class Stream:
     parked: Parked | None = None
     told_computed: bool = False
     sent: int = 0
-    on_the_way: list[tuple[int, list[int], list[list[int]]]] = field(default_factory=list)  # layer, blocks, contents
+    on_the_way: list[Event] = field(default_factory=list)
+    copying: list[Copy] = field(default_factory=list)
+    asked: bool = False  # whether the lease stood
+    proof: BatonError | bool = False  # P's answer
 
 
 @dataclass(eq=False)
@@ -164,10 +188,12 @@ class Pull:
 
 
 class Decode:
-    """D, with `ranks` readers, each of which has its part of every block in a pool of its own."""
+    """D, with `ranks` readers, each of which has its part of every block in a pool of its own. `direct`: it reads P's
+    memory itself."""
 
-    def __init__(self, source: Prefill, now: float, ranks: int = 1, num_blocks: int = 14) -> None:
+    def __init__(self, source: Prefill, now: float, ranks: int = 1, num_blocks: int = 14, direct: bool = False) -> None:
         self.source = source
+        self.direct = direct
         self.ranks = ranks
         self.group = tuple(range(ranks))
         self.engine = ScriptedEngine(
@@ -178,9 +204,6 @@ class Decode:
         self.engine.scheduler = Scheduler(self.engine.kv, self.engine.limits, self, self.engine.time)  # type: ignore[arg-type]
         self.pulls: dict[str, Pull] = {}
         self.kept: dict[str, tuple[Prefill, list[int | None]]] = {}  # failed, may be repeated
-        self.held: dict[
-            int, tuple[int, int]
-        ] = {}  # block that a stream may write -> rank and layer of the latest write
         self.copies: dict[tuple[int, int, int, int], int] = {}  # rank, layer, block, slot -> token
 
     def caller(self, rank: int) -> Caller:
@@ -200,7 +223,15 @@ class Decode:
             Stream(
                 request.key,
                 rank,
-                Load((wanted,), "off", PROGRESS_S, PUBLISH_S, deadline, lambda: self.engine.now),
+                Load(
+                    (wanted,),
+                    "off",
+                    PROGRESS_S,
+                    PUBLISH_S,
+                    deadline,
+                    lambda: self.engine.now,
+                    transport=IPC if self.direct else GRPC,
+                ),
                 source,
                 generations[rank],
             )
@@ -245,7 +276,13 @@ class Decode:
             tokens = len(self.pulls[stream.key].request.tokens)
             wanted = tuple(WantedGroup(LAYOUT, each.first_block, len(each.block_ids)) for each in load.wanted)
             reader = source.table.open_load(
-                stream.key, stream.generation, tokens, wanted, LAYOUT.block_bytes, caller=self.caller(stream.rank)
+                stream.key,
+                stream.generation,
+                tokens,
+                wanted,
+                LAYOUT.block_bytes,
+                self.direct,
+                self.caller(stream.rank),
             )
             if reader is None:
                 if stream.parked is not None:
@@ -272,9 +309,9 @@ class Decode:
         run = reader.next_run()
         if run is not None:
             ids = reader.lease.blocks["full"][run.first : run.first + run.count]
-            pool = stream.source.engine.pool
-            contents = [[pool.get((block, slot), -1) for slot in range(BLOCK)] for block in ids]
-            stream.on_the_way.append((run.layer, list(range(run.first, run.first + run.count)), contents))
+            contents = [] if self.direct else read(stream.source, ids)
+            blocks = list(range(run.first, run.first + run.count))
+            stream.on_the_way.append(Event(run.layer, blocks, ids, contents))
             reader.sent(run.count, stream.source.engine.now)
             stream.sent += run.count
         elif reader.lease.result is not None and reader.exhausted():
@@ -286,13 +323,41 @@ class Decode:
         if load.state in TERMINAL or reader is None:
             return
         if stream.on_the_way:
-            layer, blocks, contents = stream.on_the_way.pop(0)
+            event = stream.on_the_way.pop(0)
             for _ in range({"lost": 0, "deliver": 1, "twice": 2}[what]):
-                self._take(stream, layer, blocks, contents)
+                self._take(stream, event)
         elif reader.state is ReaderState.SENT:
-            self._guarded(stream, lambda: self._finish(stream))
+            waits = stream.copying or (stream.asked and not stream.proof)
+            if not waits:
+                self._guarded(stream, lambda: self._finish(stream))
         elif reader.state is ReaderState.FAILED:
             self._fail(stream, reader.stop or BatonError(ErrorCode.CONNECTION_RESET_BY_PEER))
+
+    def copy(self, stream: Stream, which: int = 0) -> None:
+        """One of the copies out of P's memory ends, of a load that has failed too: with what lies there now."""
+        if not stream.copying:
+            return
+        copy = stream.copying.pop(which % len(stream.copying))
+        self._write(stream, copy.header.layer, copy.targets, read(stream.source, copy.header.source_blocks))
+        stream.load.on_delivered(copy.header, len(copy.targets) * LAYOUT.block_bytes)
+        if not stream.load.missing:
+            stream.asked = True
+
+    def prove(self, stream: Stream) -> None:
+        """P is asked, after the last copy, whether the lease stood all the time."""
+        if not stream.asked or stream.proof:
+            return
+        source, generation = stream.source, stream.generation
+
+        def ask() -> None:
+            if source is not self.source:
+                raise BatonError(ErrorCode.PEER_RESTARTED)
+            source.table.renew(stream.key, generation, "open_load")
+
+        error = refusal_of(ask)
+        if error is not None and error.code not in landing._NOT_THEIRS and not blames_request(error):
+            error = BatonError(ErrorCode.READ_TRANSFER_NOT_DONE)
+        stream.proof = error or True
 
     def break_off(self, stream: Stream) -> None:
         """The connection is lost, at both ends."""
@@ -310,7 +375,7 @@ class Decode:
             for stream in pull.streams:
                 self._hang_up(stream)
                 self._fail(stream, pull.error)
-        if any(stream.load.state not in TERMINAL for stream in pull.streams):
+        if any(stream.load.state not in TERMINAL or stream.copying for stream in pull.streams):
             return
         del self.pulls[key]
         source = pull.streams[0].source
@@ -348,24 +413,38 @@ class Decode:
 
     # -- inside
 
-    def _take(self, stream: Stream, layer: int, blocks: list[int], contents: list[list[int]]) -> None:
-        header = pb.PieceHeader(group="full", layer=layer, blocks=blocks, block_bytes=LAYOUT.block_bytes)
-        size = len(blocks) * LAYOUT.block_bytes
+    def _take(self, stream: Stream, event: Event) -> None:
+        header = pb.PieceHeader(
+            group="full",
+            layer=event.layer,
+            blocks=event.blocks,
+            block_bytes=LAYOUT.block_bytes,
+            source_blocks=event.sources if self.direct else [],
+        )
+        size = 0 if self.direct else len(event.blocks) * LAYOUT.block_bytes
 
         def take() -> None:
             wanted = stream.load.expect(header, size)
             stream.load.on_taken(header)
-            for block, content in zip(blocks, contents, strict=True):
-                target = wanted.block_ids[block - wanted.first_block]
-                for slot, token in enumerate(content):
-                    self.copies[stream.rank, layer, target, slot] = token
-            stream.load.on_delivered(header, size)
+            targets = [wanted.block_ids[block - wanted.first_block] for block in event.blocks]
+            if self.direct:
+                stream.copying.append(Copy(header, targets))
+            else:
+                self._write(stream, event.layer, targets, event.contents)
+                stream.load.on_delivered(header, size)
 
         self._guarded(stream, take)
+
+    def _write(self, stream: Stream, layer: int, targets: list[int], contents: list[list[int]]) -> None:
+        for target, content in zip(targets, contents, strict=True):
+            for slot, token in enumerate(content):
+                self.copies[stream.rank, layer, target, slot] = token
 
     def _finish(self, stream: Stream) -> None:
         reader = stream.reader
         assert reader is not None and reader.lease.result is not None
+        if isinstance(stream.proof, BatonError):
+            stream.load.fail_with(stream.proof)
         stream.load.on_state(pb.COMPUTE_STATE_COMPUTED)
         stream.load.on_done(pb.Done(result=reader.lease.result, pieces=stream.sent))
         stream.load.on_end()
@@ -410,6 +489,11 @@ class Decode:
             )
             assert refusal is None or refusal.code is ErrorCode.KV_STALE_REFERENCE or error is not None, refusal
         source.deliver()
+
+
+def read(source: Prefill, blocks: Iterable[int]) -> list[list[int]]:
+    """What lies in blocks of P's pool now."""
+    return [[source.engine.pool.get((block, slot), -1) for slot in range(BLOCK)] for block in blocks]
 
 
 def refusal_of(call: Callable[[], object]) -> BatonError | None:

@@ -3,6 +3,8 @@ both ledgers come back."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,12 +14,13 @@ from cache_store.reader import ReaderState
 from engine.messages import RunMode
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extent
-from tests.unit.engine.handover_pair import LEASE_S, PROGRESS_S, PUBLISH_S, Decode, Prefill, Stream, refusal_of
+from tests.unit.engine.handover_pair import LEASE_S, PROGRESS_S, PUBLISH_S, STALL_S, Decode, Prefill, Stream, refusal_of
 from tests.unit.engine.scripted_engine import ScriptedEngine, continuation
 
 SHARED = list(range(40, 48))  # two blocks that prompts begin with
 MAX_TOKENS = 3
 MOST = 6  # requests of one run
+LONG = 40  # tokens of a prompt that needs most of P's blocks
 SOURCES = st.sampled_from(["both"] * 5 + ["decode first", "prefill first", "decode alone", "prefill alone"])
 DELIVERIES = st.sampled_from(["deliver"] * 5 + ["twice", "lost"])
 
@@ -25,12 +28,16 @@ DELIVERIES = st.sampled_from(["deliver"] * 5 + ["twice", "lost"])
 class HandoverMachine(RuleBasedStateMachine):
     """A router sends a request to P and to D, in any order; everything after that is a rule."""
 
-    @initialize(ranks=st.sampled_from([1, 1, 2, 3]))
-    def start(self, ranks: int) -> None:
+    @initialize(ranks=st.sampled_from([1, 1, 2, 3]), direct=st.booleans())
+    def start(self, ranks: int, direct: bool) -> None:
         self.p = Prefill(1, 1000.0)
-        self.d = Decode(self.p, 2000.0, ranks)
+        self.d = Decode(self.p, 2000.0, ranks, direct=direct)
         self.prompts: dict[str, list[int]] = {}
         self.missing: dict[str, set[str]] = {}  # halves that the router has not sent yet
+        if direct:  # few runs would get as far as to copies
+            for length in (9, 12):
+                self.request(length, False, "both")
+            self.everything_moves(5, False, False)
 
     # ---- the router
 
@@ -84,8 +91,8 @@ class HandoverMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.d.engine.step()
 
-    @rule(count=st.integers(1, 6), settles=st.booleans(), what=DELIVERIES)
-    def everything_moves(self, count: int, settles: bool, what: str = "deliver") -> None:
+    @rule(count=st.integers(1, 6), settles=st.booleans(), copies=st.booleans(), what=DELIVERIES)
+    def everything_moves(self, count: int, settles: bool, copies: bool = True, what: str = "deliver") -> None:
         """So that much of what the other rules disturb gets far."""
         for _ in range(count):
             self.p.step()
@@ -98,6 +105,9 @@ class HandoverMachine(RuleBasedStateMachine):
                     what = "deliver"
                 else:
                     self.d.receive(stream)
+                if copies:
+                    self.d.copy(stream)
+                    self.d.prove(stream)
             if settles:
                 for key in list(self.d.pulls):
                     self.d.settle(key)
@@ -151,6 +161,58 @@ class HandoverMachine(RuleBasedStateMachine):
         stream = self.pick(index)
         for number in range(count):
             self.d.receive(stream, what if number == 0 else "deliver")
+
+    def reading(self) -> list[Stream]:
+        """Those that read P's memory themselves, and have copies under way or are to know whether they were good."""
+        return [stream for stream in self.streams() if stream.copying or (stream.asked and not stream.proof)]
+
+    @precondition(lambda self: self.reading())
+    @rule(index=st.integers(0, 20), which=st.integers(0, 20), count=st.integers(1, 8))
+    def d_copies(self, index: int, which: int, count: int) -> None:
+        streams = self.reading()
+        stream = streams[index % len(streams)]
+        for _ in range(count):
+            self.d.copy(stream, which)
+
+    @precondition(lambda self: self.reading())
+    @rule(index=st.integers(0, 20), how=st.sampled_from(["aborted", "expired", "released"]), sent=st.booleans())
+    def blocks_are_taken_under_a_copy(self, index: int, how: str, sent: bool) -> None:
+        """The lease ends while D reads, and another prompt gets the blocks. `sent`: P has said all that it had to."""
+        streams = self.reading()
+        stream = streams[index % len(streams)]
+        for _ in range(8 if sent else 1):
+            self.p.step()
+            self.d.send(stream)
+            self.d.receive(stream)
+        if how == "aborted":
+            self.p.engine.abort(stream.key)
+        elif how == "expired":
+            self.p.engine.wait(STALL_S + LEASE_S)
+            self.p.tick()
+        elif (lease := self.p.table.get(stream.key)) is not None and stream.source is self.p:
+            for rank in self.d.group:  # before everything is sent that is refused
+                caller = self.d.caller(rank)
+                refusal_of(partial(self.p.table.release, stream.key, lease.generation, True, None, caller))
+        self.p.deliver()
+        key = f"r{len(self.prompts)}#0.00000000"
+        self.prompts[key] = [len(self.prompts)] * LONG
+        self.missing[key] = set()
+        self.send_half(key, "prefill")
+        for _ in range(LONG // 8 + 1):
+            self.p.step()
+        self.p.engine.abort(key)
+        self.p.deliver()
+        if sent:  # whatever D has read by now, it finds out
+            while stream.copying:
+                self.d.copy(stream)
+            self.d.prove(stream)
+            self.d.receive(stream)
+
+    @precondition(lambda self: self.reading())
+    @rule(index=st.integers(0, 20))
+    def p_is_asked(self, index: int) -> None:
+        streams = self.reading()
+        self.d.prove(streams[index % len(streams)])
 
     @precondition(lambda self: self.streams())
     @rule(index=st.integers(0, 20))
@@ -236,6 +298,9 @@ class HandoverMachine(RuleBasedStateMachine):
         for key, pull in self.d.pulls.items():
             assert pull.request.allocation is not None, f"{key}: blocks were given back under a load"
             written += sum(len(wanted.block_ids) for wanted in pull.streams[0].load.wanted)
+            own = set(pull.request.allocation.groups["full"].blocks)
+            for copy in (copy for stream in pull.streams for copy in stream.copying):
+                assert own.issuperset(copy.targets), f"{key}: a copy writes blocks of somebody else"
         held = self.d.engine.ledger()
         assert held.get("receiving", 0) + held.get("quarantined", 0) == written
 
