@@ -131,7 +131,10 @@ def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(dir
     prefill.lease_ended()
 
 
-def test_direct_read_when_the_lease_ends_before_the_copy_is_done_then_no_token_comes_of_it(direct: Pair) -> None:
+@pytest.mark.parametrize("code", [ErrorCode.EXECUTION_EXCEPTION, ErrorCode.REQUEST_TOMBSTONED])
+def test_direct_read_when_the_request_ends_before_the_copy_is_done_then_its_cause_comes_and_no_failed_transfer(
+    direct: Pair, code: ErrorCode
+) -> None:
     prefill, decode = direct
     decode.gate.close()
     prefill.stage(KEY, [5, 6])
@@ -139,15 +142,16 @@ def test_direct_read_when_the_lease_ends_before_the_copy_is_done_then_no_token_c
     assert decode.gate.reached.wait(WAIT_S)
     # Everything was said, so nothing but D's word keeps the lease; now it ends, and the blocks are used again.
     until(lambda: prefill.agent.stats().readers == 0, "every notice is sent")
-    prefill.agent.fail(KEY, BatonError(ErrorCode.EXECUTION_EXCEPTION))
+    prefill.agent.fail(KEY, BatonError(code))
     assert prefill.lease_ended().outcome == "aborted"
     for layer in prefill.memory["full"]:
         layer[[5, 6]] = 0xEE
     decode.gate.open()
     failed = decode.load_failed()
-    assert failed.error.code is ErrorCode.READ_TRANSFER_NOT_DONE
-    assert failed.error.metadata["cause"] == "EXECUTION_EXCEPTION"
+    assert failed.error.code is code
     assert failed.foreign and failed.delivered == 6
+    for reason in (code, ErrorCode.READ_TRANSFER_NOT_DONE):
+        assert not decode.count("kv_transfer_failures_total", transport="ipc", reason=reason.name)
 
 
 def test_direct_read_when_the_lease_expires_before_the_copy_is_done_then_the_load_fails() -> None:
