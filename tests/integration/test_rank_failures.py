@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -230,9 +231,11 @@ def _draining(process: ServerProcess) -> bool:
 # ---- transfer
 
 
+DURING_TRANSFER = [*product(("kill", "stop"), ("prefill", "decode")), ("raise", "prefill")]
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize(("how", "role"), DURING_TRANSFER)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_when_it_is_lost_during_a_transfer_then_the_other_server_gets_its_blocks_back(
     how: str, rank: int, role: str
@@ -240,10 +243,12 @@ def test_rank_when_it_is_lost_during_a_transfer_then_the_other_server_gets_its_b
     flags = [*FLAGS, "--kv-lease-seconds", "3", "--load-cache-timeout-ms", "2000"]
     # A load that fails is to be seen, not to be made good by computing the prompt anew.
     decode_flags = [*flags, "--kv-load-failure-policy", "fail"]
-    slow = {"BATON_FAULTS": "cache_store.send_piece:delay=0.3"}
+    faults = "cache_store.send_piece:delay=0.3,key=victim*"
+    if how == "raise":  # the blocks of earlier chunks are on their way then
+        faults += f";engine.layer:delay=0.05;engine.layer:raise=EXECUTION_EXCEPTION,rank={rank},nth=12"
     with Cluster(
         1, 1, model=tiny_model("llama"), router=False,
-        prefill_flags=flags, decode_flags=decode_flags, prefill_env=slow,
+        prefill_flags=flags, decode_flags=decode_flags, prefill_env={"BATON_FAULTS": faults},
     ) as cluster:  # fmt: skip
         broken, other = (cluster.prefill[0], cluster.decode[0])[:: 1 if role == "prefill" else -1]
         pids = [int(pid) for pid in broken.page("/server_info")["engine_pids"]]
@@ -253,7 +258,8 @@ def test_rank_when_it_is_lost_during_a_transfer_then_the_other_server_gets_its_b
             prefill = pair.open_prefill(request)
             wait_for("a transfer", lambda: cluster.decode[0].ledger()[0]["receiving"], SLACK_S)
             began = time.monotonic()
-            STRIKES[how](pids[rank])
+            if how in STRIKES:
+                STRIKES[how](pids[rank])
             check_end(broken, rank, began)
             decode.wait_end(DEADLINE_S + SLACK_S)
             assert isinstance(typed(decode.error), BatonError)
