@@ -9,9 +9,11 @@ import grpc
 import pytest
 
 from engine.messages import FinishReason, RequestOutput, TokenOutput
+from engine.scheduler.news import engine_error
 from protos import common_pb2, decode_pb2, prefill_pb2
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
+from rpc.status import load_failed
 from tests.unit.front.scripted_engine import (
     LIMIT_S,
     Front,
@@ -71,6 +73,24 @@ async def test_decode_when_aborted_by_rpc_then_the_stream_ends_with_the_given_co
     assert front.engine.aborts == [(REQUEST_KEY, ErrorCode.CONNECTION_RESET_BY_PEER, "peer")]
     assert record["abort_source"] == "peer"
     assert front.metrics.value("baton_aborts_total", leg="decode", source="peer") == 1
+
+
+async def test_decode_when_its_load_fails_after_the_abort_then_the_cause_is_that_of_the_abort() -> None:
+    front = Front("decode")
+    front.engine.obeys_aborts = False
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        task = start(group, front, decode_request())
+        await front.engine.until(lambda: front.engine.adds)
+        front.engine.emit(RequestOutput(REQUEST_KEY, reserved=True))
+        await until_state(front, "load")
+        message = decode_pb2.DecodeAbortRequest(request_key=REQUEST_KEY, code=603, source="deadline")
+        assert (await front.stub.Abort(message, timeout=LIMIT_S)).found
+        failure = engine_error(load_failed(BatonError(ErrorCode.REQUEST_TOMBSTONED)))
+        front.engine.emit(RequestOutput(REQUEST_KEY, last=True, error=failure))
+        error = error_of(await task)
+        record = (await front.records())[0]
+    assert error.code is ErrorCode.GENERATE_TIMEOUT
+    assert (record["code"], record["abort_source"]) == (603, "deadline")
 
 
 async def test_decode_when_aborted_and_the_engine_ends_it_with_finish_abort_then_the_stream_ends_regularly() -> None:
