@@ -257,6 +257,7 @@ class Load:
         eventually(lambda: self.misses >= before + 10 or bool(self.wrong))
 
 
+@pytest.mark.extended
 def test_master_when_killed_and_stopped_under_load_then_there_are_only_misses_and_it_recovers() -> None:
     with running_master() as master, tiers(master, SEGMENT_BYTES, 0) as (writer, reader):
         keys = keys_of(12)
@@ -288,6 +289,7 @@ def test_client_when_killed_under_load_then_there_are_only_misses_and_another_on
                 load.wait_for_hits()
 
 
+@pytest.mark.extended
 def test_client_when_it_stops_then_its_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_link, "HANG_OF_PROBE_S", 1.0)
     with running_master() as master, tiers(master, SEGMENT_BYTES) as (tier,):
@@ -366,6 +368,7 @@ def test_client_when_its_engine_is_killed_then_ends_too_and_it_never_knew_the_en
     eventually(lambda: not alive(pid))
 
 
+@pytest.mark.extended
 def test_tier_when_the_master_comes_after_the_server_then_works_from_then_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

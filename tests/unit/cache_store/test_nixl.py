@@ -28,6 +28,7 @@ from cache_store.shared_memory import MemoryFile
 from cache_store.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extended
 from tests.integration.cluster import ROOT, process_exists
 from tests.standstill import stand_still, standing_still
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
@@ -136,6 +137,7 @@ def test_read_when_the_peer_stands_still_then_blocks_come_back_once_the_own_proc
 
 @needs_nixl
 @pytest.mark.usefixtures("over_tcp")
+@pytest.mark.extended
 def test_read_when_the_lease_ends_before_it_is_done_then_the_load_fails() -> None:
     with pair(lease_seconds=2.0) as (prefill, decode):
         warm_up(prefill, decode)
@@ -149,6 +151,7 @@ def test_read_when_the_lease_ends_before_it_is_done_then_the_load_fails() -> Non
 
 @needs_nixl
 @pytest.mark.usefixtures("over_tcp")
+@pytest.mark.extended
 def test_agent_when_it_closes_while_a_read_hangs_then_both_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_fetching, "HANG_S", 600.0)
     chosen = settings(transport="nixl")
@@ -183,6 +186,7 @@ with pair() as made:
 
 
 @needs_nixl
+@pytest.mark.extended
 def test_process_when_its_engine_is_killed_while_it_hangs_then_it_ends_too() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
@@ -240,7 +244,7 @@ def test_auto_between_two_machines_then_nixl_is_made_when_it_is_asked_for_and_no
 
 @needs_nixl
 @pytest.mark.usefixtures("two_machines")
-@pytest.mark.parametrize("damage", ["random", "cut", "another address"])
+@pytest.mark.parametrize("damage", ["random", extended("cut"), extended("another address")])
 def test_metadata_of_a_peer_when_it_is_damaged_then_another_transport_is_used_with_one_warning(
     damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -397,6 +401,7 @@ def test_read_when_a_point_of_the_computation_is_not_reached_then_it_has_not_beg
 
 
 @needs_nixl
+@pytest.mark.extended
 def test_process_when_it_is_killed_then_its_reads_fail_at_once_and_the_next_one_serves() -> None:
     async def body(theirs: Memory, own: Memory) -> None:
         shared = theirs.link.describe()
