@@ -10,9 +10,9 @@ from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
 
 LAYERS = 3
-LAYER_S = 0.2  # a layer of a step on the prefill server takes at least this long
+LAYER_S = 0.5  # a layer of a step on the prefill server takes at least this long
 # So does half a layer's time the transfer of a layer: three of them would not fit into the time of one.
-PIECE_S = 0.014
+PIECE_S = 0.035
 BLOCKS = 7
 PROMPT = [(7 * i * i + 3) % (VOCAB_SIZE - 2) + 2 for i in range(16 * BLOCKS - 5)]
 

@@ -274,7 +274,6 @@ def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0()
             assert time.monotonic() - began < 1.0 + 2 * SCHEDULING_S  # they would take half a minute
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(("second", "status"), [extended(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_two_seconds(
     second: signal.Signals, status: int

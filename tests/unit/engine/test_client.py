@@ -129,7 +129,6 @@ async def test_step_when_its_output_is_awaited_then_the_reader_has_it_before_the
     assert max(booked) == 0
 
 
-@pytest.mark.serial
 async def test_stop_when_requests_are_open_then_they_end_with_draining_and_the_process_is_gone():
     engine = EngineClient(config())
     await engine.start(START_S)
@@ -151,7 +150,6 @@ async def test_stop_when_requests_are_open_then_they_end_with_draining_and_the_p
     await engine.stop(5.0)
 
 
-@pytest.mark.serial
 async def test_death_when_the_engine_is_killed_then_every_stream_fails_at_once():
     client = EngineClient(config())
     await client.start(START_S)

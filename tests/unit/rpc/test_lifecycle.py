@@ -102,7 +102,6 @@ def test_drain_at_its_time_limit_aborts_the_rest_and_exits_0() -> None:
         assert process.status() == 0
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_second_signal_aborts_at_once_and_names_itself_in_the_status(signum: signal.Signals, status: int) -> None:
     with Process("stays", 60) as process:
@@ -115,7 +114,6 @@ def test_second_signal_aborts_at_once_and_names_itself_in_the_status(signum: sig
         assert time.monotonic() - began < 2 + SCHEDULING_S
 
 
-@pytest.mark.serial
 def test_second_signal_ends_a_process_whose_clean_up_hangs_within_2_s() -> None:
     with Process("hangs", 60) as process:
         process.send(signal.SIGTERM)

@@ -186,7 +186,6 @@ def test_count_when_64_are_named_then_they_pass_and_65_fail_with_both_numbers(fo
     assert BUCKETS_FLAG in str(refusal.value)
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(("text", "count"), [("6400:1", 6400), ("100000000:1", 100_000_000)])
 def test_count_when_a_range_is_long_then_it_fails_at_once_and_is_never_built(text, count):
     tracemalloc.start()
