@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -131,6 +132,11 @@ def counted(server: ServerProcess, name: str, **labels: str) -> float:
         if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
             found += float(value)
     return found
+
+
+def events_of(record: dict[str, Any]) -> dict[str, int]:
+    """Time in nanoseconds, on a clock that all processes share, of each event of a request."""
+    return {event["name"]: event["at_ns"] for event in record["events"]}
 
 
 def post(cluster: Cluster, prompt: list[int], request_id: str, max_tokens: int = TOKENS) -> httpx.Response:
@@ -394,12 +400,19 @@ def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_
 
 
 def test_o3_last_layer_when_it_is_published_after_the_prefill_has_answered_then_decoding_waits_for_it(
-    client: GenerationClient, known: tuple[list[int], list[int]]
+    cluster: Cluster, client: GenerationClient, known: tuple[list[int], list[int]]
 ) -> None:
+    """By the times of both servers' events: P has computed the prompt, and half a second later its last layer comes."""
     answer = client.generate(known[0], TOKENS, request_id="o3", salt="o3")
     assert answer.token_ids == known[1]
     assert answer.timeline["decode.load"] >= 0.5
     assert answer.timeline["router.first_decode_token"] >= 0.5
+    prefill = events_of(p_of(cluster).finished("o3"))
+    decode = events_of(d_of(cluster).finished("o3"))
+    last = f"layer_received:{LAYERS - 1}"
+    # Less a little: the delay begins with the layer, just before P has sampled.
+    assert decode[last] - prefill["computed"] >= 0.4e9, "the last layer was not late"
+    assert decode[last] <= decode["load_complete"] < decode["first_step"], "decoding began before its KV was there"
 
 
 def test_o4_step_loop_when_it_is_stuck_then_open_loads_end_and_the_prefill_server_gets_its_blocks_back(
