@@ -82,7 +82,10 @@ def device_kv_blocks(
     if allowed < there:
         advice = f"raise --gpu-memory-utilization ({config.gpu_memory_utilization:g}) or lower --max-model-len"
     else:
-        advice = f"other processes hold memory of the device (free are {memory.free}); lower --max-model-len"
+        advice = (
+            f"other processes hold memory of the device (free are {memory.free}); lower their --gpu-memory-utilization, "
+            "or --max-model-len here"
+        )
     raise BatonError(
         ErrorCode.INVALID_PARAMS,
         f"one request of {max_model_len} tokens needs {wanted} bytes of KV cache; beside the model's {memory.held} and "

@@ -140,7 +140,7 @@ def test_device_blocks_when_others_use_the_device_then_they_fill_what_is_free():
     ("options", "memory", "named"),
     [
         ({"gpu_memory_utilization": 0.17}, MEMORY, "--gpu-memory-utilization"),
-        ({}, DeviceMemory(100 << 30, 2 << 30, 16 << 30, 2 << 30), "other processes"),
+        ({}, DeviceMemory(100 << 30, 2 << 30, 16 << 30, 2 << 30), "lower their --gpu-memory-utilization"),
     ],
 )
 def test_device_blocks_when_one_request_would_not_fit_then_the_remedy_is_named(options, memory, named):
