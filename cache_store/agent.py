@@ -427,6 +427,7 @@ class CacheStoreAgent:
     def _changed(self) -> None:
         """Passes on which leases ended."""
         for ended in self._table.take_ended():
+            _log.debug("a lease has ended", extra={"request_key": ended.request_key, "outcome": ended.outcome})
             self._emit(ended)
 
     # ---- commands, on the agent's thread

@@ -294,6 +294,8 @@ class Puller:
             _log.warning("booking the load of %s failed", job.key, exc_info=error)
             what = {"error": type(error).__name__}
             job.fail(BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "booking the load failed", metadata=what))
+        done = event is not None
+        _log.debug("a load has ended", extra={"request_key": job.key, "outcome": "ok" if done else "failed"})
         self._emit(event if event is not None else self._failed(job, loads, events))
 
     def _done(self, job: Job, loads: Sequence[Load], events: Timeline) -> LoadDone | None:

@@ -70,6 +70,7 @@ class LegNote:
     prefill: str = ""
     decode: str = ""
     code: str = ""
+    request_key: str = ""
 
 
 @dataclass

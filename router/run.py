@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -151,7 +151,7 @@ class Run:
         self._merge.forget_waiting()
         key = request_key(self._request.request_id, self._attempts)
         self._attempts += 1
-        self._book_choice(choice)
+        self._book_choice(choice, key)
         attempt = Attempt(
             self._context.attempts,
             self._request,
@@ -199,7 +199,7 @@ class Run:
                 stop.cancel()
         self._admitted = True
 
-    def _book_choice(self, choice: Choice) -> None:
+    def _book_choice(self, choice: Choice, key: str) -> None:
         owner = self._owner
         if self._attempts == 1:
             self._context.attempts.metrics.inc("baton_router_path_total", decision=choice.decision)
@@ -210,13 +210,14 @@ class Run:
             path=choice.path,
             prefill=choice.prefill.address if choice.prefill is not None else "",
             decode=choice.decode.address if choice.decode is not None else "",
+            request_key=key,
         )
         owner.legs.append(self._note)
 
     def _redirected(self, decode: Worker) -> None:
         assert self._note is not None
         self._note.code = ErrorCode.DECODE_MALLOC_FAILED.name
-        self._note = LegNote(self._note.attempt, self._note.path, self._note.prefill, decode.address)
+        self._note = replace(self._note, decode=decode.address, code="")
         self._owner.legs.append(self._note)
 
     def _end_attempt(self, cause: BatonError | None) -> None:

@@ -66,7 +66,7 @@ DECODE_FAULTS = (
 def cluster() -> Iterator[Cluster]:
     sizes = ("--served-model-name", MODEL, "--block-size", str(BLOCK), "--num-kv-blocks", str(POOL),
              "--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--kv-checksum", "all",
-             "--kv-lease-seconds", "300",
+             "--kv-lease-seconds", "300", "--log-level", "debug",
              "--cache-store-publish-timeout-ms", str(int(1000 * PUBLISH_LIMIT_S)))  # fmt: skip
     with Cluster(
         1, 1, model=tiny_model("llama"),
@@ -203,6 +203,32 @@ def test_k2_load_through_d_when_the_reference_is_wrong_then_an_error_and_no_toke
     assert error.metadata["cause"] == cause.name
     assert counted(decode, "baton_kv_transfer_failures_total", reason=cause.name) == before + 1
     pair.p.abort(request.request_key, source="peer")
+
+
+def test_k4_key_when_a_request_is_handed_over_then_router_servers_and_cache_stores_log_one_and_the_same(
+    cluster: Cluster, client: GenerationClient
+) -> None:
+    client.generate(prompt_of(40, salt=4), TOKENS, request_id="k4")
+
+    def keys(process: ServerProcess, message: str = "") -> list[str]:
+        """Of the lines with this message; without one, of the access log."""
+        lines = [line for line in process.log_lines() if str(line.get("request_key", "")).startswith("k4#")]
+        return [line["request_key"] for line in lines if line.get("message", "") == message]
+
+    def routed() -> list[str]:
+        lines = [line for line in cluster.router.log_lines() if line.get("request_id") == "k4" and "servers" in line]
+        return [attempt["request_key"] for line in lines for attempt in line["servers"]]
+
+    found = {
+        "router": wait_for("the router's line", routed, LIMIT_S),
+        **{
+            each.name: wait_for(f"the line of {each.name}", lambda e=each: keys(e), LIMIT_S) for each in cluster.servers
+        },
+        "load": wait_for("the end of the load", lambda: keys(d_of(cluster), "a load has ended"), LIMIT_S),
+        "lease": wait_for("the end of the lease", lambda: keys(p_of(cluster), "a lease has ended"), LIMIT_S),
+    }
+    assert len(found) == 5
+    assert {tuple(each) for each in found.values()} == {(found["router"][0],)}, found
 
 
 def wait_loading(cluster: Cluster, request_ids: list[str]) -> None:
