@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.extent import extended
@@ -52,5 +54,7 @@ def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_afte
             assert received[layer - 1] < published[layer], f"layer {layer - 1} came after layer {layer} was computed"
         assert decode["load_started"] < published[0]
         behind_s = (decode["load_complete"] - published[-1]) / 1e9
-        assert 0 < behind_s <= LAYER_S, f"complete {behind_s:.3f} s after the last layer; {prefill}, {decode}"
+        # As long as a layer took here, where others want the processors too.
+        layer_s = max((later - earlier) / 1e9 for earlier, later in itertools.pairwise(published))
+        assert 0 < behind_s <= layer_s, f"complete {behind_s:.3f} s after the last layer; {prefill}, {decode}"
         cluster.assert_clean_ledgers()
