@@ -4,16 +4,13 @@ Run as a program it prints what it compiled: other tests use the interpreter, wh
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels import decode_attention as decode
-from kernels import jit, offline, paged_kv, prefill_hopper
+from kernels import offline, paged_kv, prefill_hopper
 from kernels import prefill_attention as prefill
 
 pytestmark = pytest.mark.slow  # it compiles for 15 seconds
@@ -36,16 +33,6 @@ def _launch_all() -> None:
             prefill.prefill_attention(q, pool, tables, bounds, lens, config=shape)
         if page % 64 == 0:
             prefill_hopper.prefill_hopper(q, pool, tables, bounds, lens, 0, 1.0, torch.empty_like(q))
-
-
-@pytest.fixture(scope="module")
-def compiled() -> list[dict[str, object]]:
-    if not jit.available(torch.device("cpu")) and not jit.available("cuda"):
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_attention_kernels_compile_for_hopper_and_hardly_spill(compiled: list[dict[str, object]]) -> None:

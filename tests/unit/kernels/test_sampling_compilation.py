@@ -6,14 +6,10 @@ Run as a program it prints what it compiled: other tests use the interpreter, wh
 import collections
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
-import pytest
 import torch
 
-from kernels import draw, jit, logit_changes, logprobs, offline, sampling, token_mask
+from kernels import draw, logit_changes, logprobs, offline, sampling, token_mask
 
 VOCAB = 128_256
 
@@ -37,16 +33,6 @@ def _launch_all() -> None:
         masks = torch.zeros(256, token_mask.mask_words(VOCAB), dtype=torch.int32)
         token_mask.masked(logits, masks[0], masks, torch.empty(256, VOCAB))
     sampling.largest(torch.empty(3, VOCAB, dtype=torch.bfloat16), scratch, tokens, flags)
-
-
-@pytest.fixture(scope="module")
-def compiled() -> list[dict[str, object]]:
-    if not jit.available(torch.device("cpu")) and not jit.available("cuda"):
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_each_kernel_compiles_once_per_width_of_blocks(compiled: list[dict[str, object]]) -> None:

@@ -5,15 +5,12 @@ Run as a program it prints what it compiled: other tests use the interpreter, wh
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from kernels import jit, offline, small_gemm
+from kernels import offline, small_gemm
 from kernels.small_gemm_table import TABLE
 
 _LOAD_16 = re.compile(r"\bLDG\.E\.\S*128|\bLDGSTS\.E\.\S*128")
@@ -53,16 +50,6 @@ def _launch_all() -> list[dict[str, object]]:
                 }
             )
     return found
-
-
-@pytest.fixture(scope="module")
-def compiled() -> list[dict[str, object]]:
-    if not jit.available("cpu") and not jit.available("cuda"):
-        pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
