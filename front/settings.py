@@ -26,8 +26,6 @@ from rpc.grammar import grammar_enabled
 from rpc.server_settings import ServerSettings
 from rpc.settings import Flag
 
-DEFAULT_DISK_BYTES = 10 << 30
-
 
 def _prefill_buckets(value: Any) -> list[int]:
     return parse_sizes(value, flag=BUCKETS_FLAG, most=MOST_BUCKETS)
@@ -155,6 +153,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
     """The configuration of the server's engine; unset numbers stay 0, which leaves the choice to the
     engine.
     """
+    tiers = settings.tiers
     return EngineConfig(
         role=role,
         model=str(Path(settings.model).resolve()),
@@ -195,10 +194,10 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         kv_load_failure_policy=settings.kv_load_failure_policy,
         kv_data_port=settings.kv_data_port,
         kv_bulk_channels=settings.kv_bulk_channels,
-        kv_host_bytes=int(settings.kv_host_bytes),
-        kv_disk_path=str(Path(settings.kv_disk_path).resolve()) if settings.kv_disk_path else "",
-        kv_disk_bytes=int(settings.kv_disk_bytes or DEFAULT_DISK_BYTES) if settings.kv_disk_path else 0,
-        kv_tier=settings.kv_tier,
+        kv_host_bytes=tiers.host_bytes,
+        kv_disk_path=str(Path(tiers.disk_path).resolve()) if tiers.disk_path else "",
+        kv_disk_bytes=tiers.disk_bytes,
+        kv_tier=tiers.shared,
         kv_tier_timeout_ms=settings.kv_tier_timeout_ms,
         kv_tier_min_tokens=settings.kv_tier_min_tokens,
         cache_store_queue_size=settings.cache_store_queue_size,

@@ -8,6 +8,7 @@ milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
@@ -15,10 +16,13 @@ from pydantic import ByteSize, Field, model_validator
 from rpc.access_log import AccessLog, AccessLogSettings
 from rpc.block_sizes import MOST_TOKENS
 from rpc.grammar import GrammarBackend
+from rpc.kv_tiers import KvTiers, kv_tiers
 from rpc.redaction import hide
 from rpc.settings import Flag, Settings
 from rpc.trace_export import TracingUnavailable, open_tracer
 from rpc.tracing import Tracer
+
+DEFAULT_DISK_BYTES = 10 << 30  # of the files below --kv-disk-path
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -226,7 +230,11 @@ class ServerSettings(CommonSettings):
     kv_disk_bytes: ByteSize | None = Field(
         None, ge=1, description="limit of the files below --kv-disk-path; default: 10GiB"
     )
-    kv_tier: str = Field("", description="store for prefix blocks that several servers share, mooncake://HOST:PORT")
+    kv_tier: Annotated[list[str], Flag(split=False)] = Field(
+        [],
+        description="a tier for prefix blocks, may be repeated: host:BYTES and disk:PATH:BYTES are short for the three "
+        "flags above, mooncake://HOST:PORT is a store that several servers share",
+    )
     kv_tier_timeout_ms: int = Field(
         1000,
         ge=1,
@@ -305,6 +313,25 @@ class ServerSettings(CommonSettings):
             raise ValueError(
                 f"--kv-disk-bytes {int(self.kv_disk_bytes)} limits the files below --kv-disk-path; give it"
             )
+        return self
+
+    @property
+    def tiers(self) -> KvTiers:
+        """What all flags about tiers say together."""
+        named = kv_tiers(self.kv_tier)
+        if self.kv_host_bytes:
+            named = replace(named, host_bytes=int(self.kv_host_bytes))
+        if self.kv_disk_path:
+            size = int(self.kv_disk_bytes or DEFAULT_DISK_BYTES)
+            named = replace(named, disk_path=self.kv_disk_path, disk_bytes=size)
+        return named
+
+    @model_validator(mode="after")
+    def _one_word_on_tiers(self) -> Self:
+        named = kv_tiers(self.kv_tier)
+        if (named.host_bytes and self.kv_host_bytes) or (named.disk_path and self.kv_disk_path):
+            flag = "--kv-disk-path" if named.disk_path and self.kv_disk_path else "--kv-host-bytes"
+            raise ValueError(f"{flag} and --kv-tier {' '.join(self.kv_tier)} name the same tier; give one of them")
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,29 @@ def test_parse_when_only_the_model_is_given_then_ports_and_name_have_their_defau
     assert prefill.served_names == ("some-model",)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0, "", 0, "")),
+        (["--kv-tier", "host:4GiB"], (4 << 30, "", 0, "")),
+        (["--kv-host-bytes", "4GiB"], (4 << 30, "", 0, "")),
+        (["--kv-tier", "disk:/kv/a,b:c:50GiB"], (0, "/kv/a,b:c", 50 << 30, "")),
+        (["--kv-disk-path", "/kv"], (0, "/kv", 10 << 30, "")),
+        (["--kv-disk-path", "/kv", "--kv-tier", "host:1MiB"], (1 << 20, "/kv", 10 << 30, "")),
+        (
+            ["--kv-tier", "mooncake://h:1?segment_bytes=1", "--kv-tier", "disk:/kv:1GiB", "--kv-tier", "host:1GiB"],
+            (1 << 30, "/kv", 1 << 30, "mooncake://h:1?segment_bytes=1"),
+        ),
+    ],
+)
+def test_engine_config_when_tiers_are_named_in_either_way_then_has_each(
+    folder: str, flags: list[str], expected: tuple[int, str, int, str]
+) -> None:
+    settings = DecodeSettings.parse(["--model", folder, *flags], {})
+    config = engine_config(settings, "decode", allow_local_prefill=True)
+    assert (config.kv_host_bytes, config.kv_disk_path, config.kv_disk_bytes, config.kv_tier) == expected
+
+
 def test_parse_when_names_are_given_then_the_first_is_the_label(folder: str) -> None:
     settings = DecodeSettings.parse(["--model", folder, "--served-model-name", "a,b"], {})
     assert settings.served_names == ("a", "b")
@@ -44,6 +67,12 @@ def test_parse_when_names_are_given_then_the_first_is_the_label(folder: str) -> 
         (["--tp-broadcast-timeout-seconds", "0.5"], "--tp-broadcast-timeout-seconds"),
         (["--block-size", "0"], "--block-size"),
         (["--num-kv-blocks", "8", "--kv-cache-memory-bytes", "1MiB"], "--num-kv-blocks"),
+        (["--kv-tier", "tape:1GiB"], "--kv-tier 'tape:1GiB'"),
+        (["--kv-tier", "host:much"], "--kv-tier 'host:much'"),
+        (["--kv-tier", "disk:/kv"], "--kv-tier 'disk:/kv'"),
+        (["--kv-tier", "host:1GiB", "--kv-tier", "host:2GiB"], "--kv-tier 'host:2GiB': .* already"),
+        (["--kv-tier", "host:1GiB", "--kv-host-bytes", "2GiB"], "--kv-host-bytes"),
+        (["--kv-tier", "disk:/kv:1GiB", "--kv-disk-path", "/kv"], "--kv-disk-path"),
     ],
 )
 def test_parse_when_a_value_cannot_be_used_then_the_message_names_the_flag(
