@@ -41,6 +41,11 @@ LAST_WORD_S = 0.05
 # The engine ends a request at its deadline; the front steps in this much later.
 DEADLINE_SLACK_S = 0.1
 
+# A load that fails because its request was ended on the prefill server: how long the word of who ended it, which is on
+# its way here too, is waited for.
+WHY_S = 0.5
+_ENDED_THERE = frozenset((ErrorCode.REQUEST_TOMBSTONED.name, ErrorCode.GENERATE_TIMEOUT.name))
+
 # Refusals because of another request, or an earlier abort, of the same key.
 _OF_ANOTHER = frozenset((ErrorCode.DUPLICATE_REQUEST, ErrorCode.REQUEST_TOMBSTONED))
 
@@ -241,6 +246,7 @@ class RequestScope:
         self._held = False
         self._forced: BatonError | None = None
         self._intent: BatonError | None = None
+        self._intended = asyncio.Event()
         self._told: set[int] = set()  # codes with which the engine was asked to end it
         self._timers: list[asyncio.TimerHandle] = []
         self._task: asyncio.Task[Any] | None = None
@@ -340,6 +346,7 @@ class RequestScope:
         request.abort_source = request.abort_source or source
         if self._intent is None:
             self._intent = error
+            self._intended.set()
         self._told.add(int(error.code))
         self._reception.tell_engine(request.request_key, error.code, source)
         if wait_s > 0:
@@ -366,6 +373,8 @@ class RequestScope:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
+        left = await self._hear_why(exc)
+        exc = left or exc
         for timer in self._timers:
             timer.cancel()
         forced = self._forced is not None and isinstance(exc, asyncio.CancelledError)
@@ -389,8 +398,24 @@ class RequestScope:
             self._give_up_staged()
         elif held:
             self._context.add_done_callback(cast(Any, self._answer_done))
+        if left is not None and not forced:
+            raise left
         if terminal.error is not None and terminal.error is not exc and not cancelled and exc is not None:
             raise terminal.error from (None if isinstance(exc, BatonError | asyncio.CancelledError) else exc)
+
+    async def _hear_why(self, exc: BaseException | None) -> asyncio.CancelledError | None:
+        """Waits a moment for the cause of a failure that is only what followed from it. Returns the cancellation of the
+        call if that comes."""
+        if self._intent is not None or not isinstance(exc, BatonError) or exc.metadata.get("cause") not in _ENDED_THERE:
+            return None
+        try:
+            async with asyncio.timeout(WHY_S):
+                await self._intended.wait()
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError as left:
+            return left
+        return None
 
     def _is_of_a_load(self, error: BatonError) -> bool:
         """Whether a decode server may wait for the KV of this request, and of no other one with its key."""

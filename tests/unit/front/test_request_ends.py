@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -91,6 +92,37 @@ async def test_decode_when_its_load_fails_after_the_abort_then_the_cause_is_that
         record = (await front.records())[0]
     assert error.code is ErrorCode.GENERATE_TIMEOUT
     assert (record["code"], record["abort_source"]) == (603, "deadline")
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "nobody"])
+async def test_decode_when_its_load_fails_by_an_abort_that_comes_here_later_then_the_cause_is_that_of_the_abort(
+    how: str,
+) -> None:
+    front = Front("decode")
+    front.engine.obeys_aborts = False
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        rpc = front.stub.Decode(decode_request(), timeout=LIMIT_S)
+        task = group.create_task(ending(rpc))
+        await front.engine.until(lambda: front.engine.adds)
+        front.engine.emit(RequestOutput(REQUEST_KEY, reserved=True))
+        await until_state(front, "load")
+        failure = engine_error(load_failed(BatonError(ErrorCode.REQUEST_TOMBSTONED)))
+        front.engine.emit(RequestOutput(REQUEST_KEY, last=True, error=failure))
+        if how == "abort":
+            message = decode_pb2.DecodeAbortRequest(request_key=REQUEST_KEY, code=8205, source="peer")
+            await front.stub.Abort(message, timeout=LIMIT_S)
+        elif how == "cancel":
+            rpc.cancel()
+        await task
+        record = (await front.records())[0]
+    assert record["code"] == {"abort": 8205, "cancel": 8100, "nobody": 8212}[how]
+    assert front.reception.remaining() == 0
+
+
+async def ending(rpc: Any) -> None:
+    with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+        async for _ in rpc:
+            pass
 
 
 async def test_decode_when_aborted_and_the_engine_ends_it_with_finish_abort_then_the_stream_ends_regularly() -> None:
