@@ -304,7 +304,7 @@ def engine(folder: Path, backend: str, **options: Any) -> Iterator[tuple[EngineC
         attention_backend=backend,
         device="cuda",
         block_size=BLOCK,
-        max_model_len=8192,
+        max_model_len=8192 + BLOCK,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,

@@ -141,15 +141,20 @@ def test_greedy_tokens_when_float32_then_equal_transformers(name: str, graphs: b
         assert tokens == reference_tokens(reference_model(name), prompt, 12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["llama-rope-llama3", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("llama-rope-llama3", "triton"), ("mistral-window", "triton"), ("qwen3", "triton"), ("llama-1b", "flashinfer")],
+)
 def test_long_prompts_when_the_last_layer_is_for_last_tokens_alone_then_logits_are_those_of_the_whole_pass(
-    monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: str
 ) -> None:
     """A decode row, a chunk, the end of a prompt and a whole one, more tokens than a step leaves out at the least."""
-    if (name, backend) == ("mistral-window", "flashinfer"):
-        pytest.skip("FlashInfer is not used with windows")
-    dtype, tolerance = ("bfloat16", 5e-2) if backend == "flashinfer" else ("float32", 2e-4)
+    dtype, tolerance, options = "float32", 2e-4, {}
+    if backend == "flashinfer":  # neither for float32 nor for heads as small as those of tiny models
+        dtype, tolerance, options = "bfloat16", 1e-1, {"load_format": "dummy"}
+        folder = write_folder(name, tmp_path, max_position_embeddings=512, num_hidden_layers=3)
+    else:
+        folder = tiny_model(name)
     tables = [list(range(1 + 24 * row, 1 + 24 * (row + 1))) for row in range(4)]
     texts = [random_prompt(length, seed=length) for length in (1, 200, 190, 230)]
     starts = [100, 128, 40, 0]
@@ -162,7 +167,7 @@ def test_long_prompts_when_the_last_layer_is_for_last_tokens_alone_then_logits_a
     logits = []
     for fewest in (512, 1 << 30):
         monkeypatch.setattr(device_steps, "_FEWEST_OTHERS", fewest)
-        runner = new_runner(tiny_model(name), dtype, backend, max_num_batched_tokens=1024, blocks=100)
+        runner = new_runner(folder, dtype, backend, max_num_batched_tokens=1024, blocks=100, **options)
         generator = torch.Generator("cuda").manual_seed(5)
         for pool in runner.kv_layers[FULL_GROUP]:
             pool[1:].normal_(generator=generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_tier_when_the_client_cannot_be_loaded_then_the_start_is_refused_and_say
 ) -> None:
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text(package)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with pytest.raises(BatonError) as caught:
         open_tier("mooncake://127.0.0.1:1", 4096, 0.5)
     assert caught.value.code == ErrorCode.INVALID_PARAMS
