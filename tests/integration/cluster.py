@@ -165,7 +165,7 @@ class ServerProcess:
         """The `/debug/requests` page: `open` and `finished`, latest first."""
         return dict(self.page("/debug/requests"))
 
-    def finished(self, request_id: str, limit_s: float = 5.0) -> dict[str, Any]:
+    def finished(self, request_id: str, limit_s: float = 10.0) -> dict[str, Any]:
         """The terminal record of a request, once it is there."""
 
         def probe() -> dict[str, Any] | None:
@@ -409,7 +409,7 @@ class Cluster:
                     found.append(f"{where}: free {counts['free']} + cached {counts['cached']} != {counts['total']}")
         return found
 
-    def assert_clean_ledgers(self, limit_s: float = 2.0) -> None:
+    def assert_clean_ledgers(self, limit_s: float = 5.0) -> None:
         """On every living server running = staged = receiving = quarantined = 0 and free + cached = total, in time."""
         try:
             wait_for("clean ledgers", lambda: not self.dirty_ledgers(), limit_s)
