@@ -38,7 +38,9 @@ pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machi
 ERROR_LIMIT_S = 5.0
 CANNOT_SEND = "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,key=h1-sick*"
 VICTIMS = [("prefill", "front"), extended("prefill", "engine"), extended("decode", "front"), ("decode", "engine")]
-ONLY_VICTIMS = [extended("prefill", "front"), ("prefill", "engine"), ("decode", "front"), extended("decode", "engine")]
+ONLY_VICTIMS = [
+    extended("prefill", "front"), ("prefill", "engine"), extended("decode", "front"), extended("decode", "engine"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
