@@ -16,7 +16,8 @@ from engine.models.config import read_json
 
 # What save_pretrained writes about itself says nothing about the model
 _NOISE = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
-_SAMPLES = 8  # places looked at per tensor
+WHOLE_BYTES = 4 << 30  # of tensors, up to which every byte is looked at: under a second, and they are read anyway
+_SAMPLES = 8  # places looked at per tensor of a larger model
 _SAMPLE_BYTES = 64  # bytes read at each place
 
 
@@ -52,9 +53,9 @@ def _entries(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
 
 
 def weights_digest(folder: Path, load_format: str = "auto") -> str:
-    """32 hex digits (XXH3-128) over every byte of every tensor: unlike the fingerprint, it differs when a single value
-    does. It reads all files, so it is for those who keep what was computed, or share it among models. Empty for
-    weights that are made up from the configuration."""
+    """32 hex digits (XXH3-128) over every byte of every tensor: unlike the fingerprint of a large model, it differs
+    when a single value does. It reads all files, so it is for small models, and for those who keep what was computed,
+    or share it among models. Empty for weights that are made up from the configuration."""
     if load_format == "dummy":
         return ""
     entries = _entries(folder)
@@ -77,9 +78,10 @@ def weights_digest(folder: Path, load_format: str = "auto") -> str:
 
 
 def model_fingerprint(folder: Path, load_format: str = "auto", device: str = "cpu") -> str:
-    """32 hex digits (XXH3-128) over configuration, tensor names, dtypes, shapes, and sampled bytes of each.
+    """32 hex digits (XXH3-128) over configuration, tensor names, dtypes, shapes, and their bytes; of tensors of more
+    than WHOLE_BYTES together, sampled bytes of each.
 
-    The same tensors give the same value however they are spread over files. Two checkpoints that differ in
+    The same tensors give the same value however they are spread over files. Two large checkpoints that differ in
     single values only may share a fingerprint; a retrained or requantized model does not. Random weights depend on the
     kind of device, and nothing else does.
     """
@@ -89,6 +91,10 @@ def model_fingerprint(folder: Path, load_format: str = "auto", device: str = "cp
         digest.update(b"dummy" if device == "cpu" else b"dummy" + device.encode())
         return digest.hexdigest()
     entries = _entries(folder)
+    offsets = [entry["data_offsets"] for _, _, entry in entries.values()]
+    if sum(last - first for first, last in offsets) <= WHOLE_BYTES:
+        digest.update(weights_digest(folder).encode())
+        return digest.hexdigest()
     for name in sorted(entries):
         file, data_begin, entry = entries[name]
         first, last = entry["data_offsets"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.loader import fingerprint
 from engine.loader.checkpoint import INDEX_FILE, SINGLE_FILE
 from engine.loader.errors import ModelLoadError
 from engine.loader.fingerprint import model_fingerprint, weights_digest
@@ -56,10 +57,10 @@ def some_logits(folder: Path, dtype: str = "float32", load_format: str = "auto")
 
 
 def test_checkpoint_when_sharded_then_logits_and_fingerprint_equal_the_single_file(folder: Path) -> None:
-    single, fingerprint = some_logits(folder), model_fingerprint(folder)
+    single, name = some_logits(folder), model_fingerprint(folder)
     shard(folder)
     assert torch.equal(some_logits(folder), single)
-    assert model_fingerprint(folder) == fingerprint
+    assert model_fingerprint(folder) == name
 
 
 def test_checkpoint_when_stored_in_half_precision_then_is_converted(folder: Path) -> None:
@@ -159,13 +160,34 @@ def test_fingerprint_when_weights_or_configuration_change_then_changes(folder: P
     assert len({first, second, third}) == 3
 
 
-def test_weights_digest_when_a_single_value_differs_then_it_does_and_files_do_not_matter(folder: Path) -> None:
-    first, fingerprint = weights_digest(folder), model_fingerprint(folder)
+def test_fingerprint_when_a_single_value_differs_then_it_does(folder: Path) -> None:
+    first = model_fingerprint(folder)
+    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][7, 11].add_(0.5))
+    assert model_fingerprint(folder) != first
+
+
+def test_fingerprint_when_the_model_is_too_large_to_be_looked_at_whole_then_samples_still_tell_other_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
+    first = model_fingerprint(folder)
+    rewrite(folder, lambda tensors: tensors["model.norm.weight"].mul_(1.5))
+    second = model_fingerprint(folder)
+    assert second != first
+    shard(folder)
+    assert model_fingerprint(folder) == second
+
+
+def test_weights_digest_when_a_single_value_differs_then_it_does_and_files_do_not_matter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
+    first, sampled = weights_digest(folder), model_fingerprint(folder)
     assert len(first) == 32
     rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][7, 11].add_(0.5))
     second = weights_digest(folder)
     assert second != first
-    assert model_fingerprint(folder) == fingerprint  # which looks at samples
+    assert model_fingerprint(folder) == sampled
     shard(folder)
     assert weights_digest(folder) == second
     assert weights_digest(folder, "dummy") == ""
