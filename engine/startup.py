@@ -144,7 +144,7 @@ def finish_rank(
     )
     pool = transfer.kv_pool(identity.groups, runner.kv_layers, runner.device.type, shared)
     # Before anybody is told an address: what cannot be opened is a reason not to start.
-    tiers = open_tiers(config, identity, pool, kv, f"{runner.device.type}/{runner.attention_backend}", wake)
+    tiers = open_tiers(config, identity, pool, kv, runner.numerics, wake)
     agent = CacheStoreAgent(identity, pool, transfer.agent_settings(config), wake=wake)
     port = config.cache_store_port + config.rank if config.cache_store_port else 0
     address = agent.start(config.host, port)

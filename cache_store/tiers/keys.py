@@ -26,7 +26,7 @@ class TierKeys:
         self, model: str, layout: GroupLayout, *, tp_rank: int = 0, tp_size: int = 1, numerics: str = ""
     ) -> None:
         """model: a name for weights and configuration. numerics: what computes, as far as it has a say in the last
-        bits: device and attention backend."""
+        bits: device, attention backend, versions."""
         state = blake2b(digest_size=KEY_BYTES, key=_KEY)
         texts = (model, layout.dtype, layout.tag, numerics)
         for text in texts:  # each with its length, so that no two domains run together

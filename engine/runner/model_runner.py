@@ -39,6 +39,7 @@ from kernels.cpu import library
 from kernels.cpu.memory import huge_zeros
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
+from rpc.version import version
 
 if TYPE_CHECKING:
     from engine.graph_settings import PrefillGraphSettings
@@ -130,6 +131,16 @@ class ModelRunner:
     def attention_backend(self) -> str:
         """Name of the backend in use."""
         return self.backend.name
+
+    @property
+    def numerics(self) -> str:
+        """What computes, as far as it has a say in the last bits of KV."""
+        if self.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(self.device)
+            machine = f"sm_{major}{minor}"
+        else:
+            machine = f"{torch.backends.cpu.get_cpu_capability()}/{library.name()}"
+        return f"{self.device.type}/{self.backend.name}/{version()}/{torch.__version__}/{machine}"
 
     @property
     def embedding_size(self) -> int:

@@ -83,6 +83,12 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def name() -> str:
+    """What computes, to the last bit: sources, compiler and processor; empty without kernels."""
+    kernels = load()
+    return "" if kernels is None else Path(kernels._name).stem
+
+
 def set_threads(count: int) -> None:
     """How many threads the kernels compute on, the calling one included; without effect where there are no kernels."""
     kernels = load()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.loader import fingerprint
 from engine.loader.checkpoint import SINGLE_FILE
+from kernels.cpu import library
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.real_engine import RealEngine, run_until
 from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
@@ -68,6 +69,20 @@ def test_engine_when_one_weight_is_another_then_does_not_find_what_the_other_mod
     with tiered(blocks, model=model) as second:
         assert second.ready.model_fingerprint == name  # by its samples it is the same
         assert answer(second, "again") == (expected, 0)
+
+
+def test_engine_when_other_kernels_computed_then_does_not_find_their_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs may differ in the last bits, and so may what a greedy answer picks."""
+    with tiered(tmp_path) as first:
+        expected, _ = answer(first, "computed")
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "name", lambda: "of another processor")
+        with tiered(tmp_path) as second:
+            assert answer(second, "again") == (expected, 0)
+    with tiered(tmp_path) as third:
+        assert answer(third, "found") == (expected, 10 * BLOCK)
 
 
 def test_engine_when_its_directory_is_in_use_then_does_not_start(tmp_path: Path) -> None:
