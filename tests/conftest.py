@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -98,6 +99,17 @@ def _keep_temporary_files_together(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="baton-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What the tests import (torch, transformers) stays: the collector of garbage need not look through it again, which
+    takes a second and holds up every thread of a test meanwhile."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header() -> str:
