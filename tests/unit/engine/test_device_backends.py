@@ -340,6 +340,22 @@ def test_a_mixed_step_lists_its_rows_once_for_each_backend_that_takes_a_part(
         assert torch.equal(found, alone.attend(alone.plan(rows), pool, q, q, None))
 
 
+def test_last_tokens_are_triton_s_whatever_takes_the_rest_of_their_rows(
+    both: tuple[MeasuredBackend, Named, Named], device: torch.device
+) -> None:
+    measured_backend, triton_part, other = both
+    rows = step_rows([(100, 1), (20, 12), (0, 9)], device, block_size=BLOCK)
+    pool = torch.randn(1 + sum(map(len, rows.block_tables)), 2, KV_HEADS, BLOCK, DIM, device=device)
+    q = torch.randn(sum(rows.lengths), HEADS, DIM, device=device)
+    whole = measured_backend.attend(measured_backend.plan(rows), pool, q, q, None)
+    asked = list(other.asked)
+    triton_part.asked.clear()
+    lasts = torch.tensor([0, 12, 21], device=device)
+    found = measured_backend.attend(measured_backend.plan_lasts(rows), pool, q[lasts], q, None)
+    assert (triton_part.asked, other.asked) == (["decode"], asked)
+    torch.testing.assert_close(found, whole[lasts], rtol=0, atol=1e-5)
+
+
 def test_a_graph_size_where_both_win_has_a_graph_of_each_and_steps_take_the_one_for_their_lengths(
     both: tuple[MeasuredBackend, Named, Named], device: torch.device
 ) -> None:
