@@ -83,8 +83,8 @@ def device_kv_blocks(
         advice = f"raise --gpu-memory-utilization ({config.gpu_memory_utilization:g}) or lower --max-model-len"
     else:
         advice = (
-            f"other processes hold memory of the device (free are {memory.free}); lower their --gpu-memory-utilization, "
-            "or --max-model-len here"
+            f"other processes hold memory of the device (free are {memory.free}); "
+            "lower their --gpu-memory-utilization, or --max-model-len here"
         )
     raise BatonError(
         ErrorCode.INVALID_PARAMS,
