@@ -425,6 +425,38 @@ def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_
 # -- ordering and backpressure --------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
+def test_o2_prompts_when_d_has_room_for_one_and_a_half_of_eight_then_each_ends_well_or_is_told_that_there_is_none() -> (
+    None
+):
+    """P computes each in eight chunks, and waits for no room of D's. The scheduler alone is tested in every run."""
+    sizes = ("--block-size", str(BLOCK), "--max-num-seqs", "16", "--served-model-name", MODEL)
+    length = 15 * BLOCK
+    with (
+        Cluster(
+            1, 1, model=tiny_model("llama"),
+            prefill_flags=(*sizes, "--max-num-batched-tokens", str(length // 8), "--num-kv-blocks", "200"),
+            decode_flags=(*sizes, "--num-kv-blocks", "23", "--no-allow-local-prefill"),
+            router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--cb-failure-threshold", "10000"),
+            prefill_env={"BATON_FAULTS": "engine.layer:delay=0.003"},
+        ) as small,
+        GenerationClient(small.router.grpc) as client,
+        ThreadPoolExecutor(8) as callers,
+    ):  # fmt: skip
+
+        def ask(number: int) -> str:
+            try:
+                return client.generate(prompt_of(length, number), TOKENS, request_id=f"o2-{number}").finish_reason
+            except BatonError as error:
+                return error.code.name
+
+        ends = Counter(callers.map(ask, range(8)))
+        assert set(ends) <= {"length", ErrorCode.DECODE_MALLOC_FAILED.name}
+        assert ends["length"] >= 1 and ends.total() == 8
+        small.assert_clean_ledgers()
+        assert small.errors_without_code() == []
+
+
 def test_o3_last_layer_when_it_is_published_after_the_prefill_has_answered_then_decoding_waits_for_it(
     cluster: Cluster, client: GenerationClient, known: tuple[list[int], list[int]]
 ) -> None:
