@@ -181,6 +181,7 @@ def test_kill_when_there_is_no_second_server_then_a_typed_error_comes_within_fiv
     assert_serves(one_pair, f"after {role} {part}")
 
 
+@pytest.mark.extended
 def test_kill_when_the_prefill_server_dies_after_its_part_then_the_answer_goes_on(one_pair: Cluster) -> None:
     case = cases()[0]
     with GenerationClient(one_pair.router.grpc) as client:

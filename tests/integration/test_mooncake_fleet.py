@@ -140,6 +140,7 @@ def stores_and_finds(fleet: Fleet, writer: ServerProcess, reader: ServerProcess)
     return fleet.counted(reader, "kv_tier_hit_blocks_total") > hits
 
 
+@pytest.mark.extended
 def test_fleet_when_the_master_is_killed_and_stopped_under_load_then_every_answer_is_right_and_hits_return(
     fleet: Fleet,
 ) -> None:

@@ -46,6 +46,7 @@ def results(http: httpx.Client, path: str) -> dict[str, dict[str, Any]]:
     return {result["role"]: result for result in found}
 
 
+@pytest.mark.extended
 def test_profile_when_requests_run_meanwhile_then_each_server_tells_of_its_own_and_the_file_has_the_steps(
     cluster: Cluster, http: httpx.Client, folder: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_profile_when_requests_run_meanwhile_then_each_server_tells_of_its_own_a
     cluster.assert_clean_ledgers()
 
 
+@pytest.mark.extended
 def test_document_when_profiles_may_be_recorded_then_it_has_their_paths(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/start_profile", "/stop_profile"} <= paths.keys()

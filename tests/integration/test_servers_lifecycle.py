@@ -122,7 +122,7 @@ def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_s
         extended(["--kv-checksum", "perhaps"], "--kv-checksum"),
         extended(["--no-such-flag", "1"], "--no-such-flag"),
         (["--host", "0.0.0.0"], "--advertise-host"),
-        (["--kv-cache-dtype", "bfloat16"], "--kv-cache-dtype"),
+        extended(["--kv-cache-dtype", "bfloat16"], "--kv-cache-dtype"),
         (["--max-num-seqs", "100", "--max-num-batched-tokens", "10"], "--max-num-batched-tokens"),
     ],
 )
@@ -136,7 +136,7 @@ def test_start_when_a_setting_cannot_work_then_one_line_names_it(flags: list[str
     assert ended.stdout == ""
 
 
-@pytest.mark.parametrize("flag", [extended("--port"), "--metrics-port", "--cache-store-port"])
+@pytest.mark.parametrize("flag", [extended("--port"), "--metrics-port", extended("--cache-store-port")])
 def test_start_when_a_port_is_taken_then_one_line_names_flag_and_port(flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

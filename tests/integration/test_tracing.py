@@ -165,6 +165,7 @@ def test_grpc_request_when_traced_then_its_metadata_counts_like_the_header(
     assert spans["router.request"].attributes["baton.api"] == "grpc"
 
 
+@pytest.mark.extended
 def test_collector_when_it_refuses_then_requests_are_served_and_the_log_says_so_once_in_a_while(
     cluster: Cluster, collector: Collector
 ) -> None:

@@ -45,7 +45,7 @@ WAYS = [
     Way("ipc", SharedNode),
     Way("tcp", Node),
     Way("tcp", StagedNode),
-    pytest.param(Way("nixl", SharedNode), marks=needs_nixl),
+    pytest.param(Way("nixl", SharedNode), marks=[needs_nixl, pytest.mark.extended]),
     pytest.param(Way("nixl", StagedNode), marks=[needs_nixl, pytest.mark.extended]),
 ]
 Pairs = Callable[..., AbstractContextManager[tuple[Node, Node]]]

@@ -99,6 +99,7 @@ def test_converted_tokenizer_adds_bos_when_the_file_says_so(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_embedded_model_has_the_rounded_weights_of_the_gguf_file(smollm):
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(packaged_gguf()).tensors}
     processor = LlamaTensorProcessor({"num_attention_heads": 9, "num_key_value_heads": 3})

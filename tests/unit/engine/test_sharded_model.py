@@ -186,6 +186,7 @@ def test_step_when_one_ranks_numbers_are_not_finite_then_the_row_fails_and_all_r
 
 
 @interpreted
+@pytest.mark.extended
 def test_decode_graphs_when_a_model_is_shared_out_over_devices_then_replay_the_tokens_of_one_host(
     ranks: RankProcesses,
 ) -> None:

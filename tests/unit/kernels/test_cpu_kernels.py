@@ -336,6 +336,7 @@ def load_in_a_process(folder: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.extended
 def test_library_when_two_processes_start_on_an_empty_folder_then_one_build_serves_both(
     kernels: ctypes.CDLL, tmp_path: Path
 ) -> None:

@@ -385,6 +385,7 @@ async def _ping_storm(server_options: list[tuple[str, int]], call_s: float = 8, 
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 async def test_f2_client_that_pings_every_second_passes_our_options_and_fails_the_defaults() -> None:
     scaled = {**dict(SERVER_OPTIONS), "grpc.http2.min_ping_interval_without_data_ms": 500}
     ours, defaults = await asyncio.gather(_ping_storm(list(scaled.items())), _ping_storm([]))  # type: ignore[arg-type]

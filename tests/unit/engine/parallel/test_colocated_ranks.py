@@ -124,6 +124,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[TokenLogprob]:
     return found
 
 
+@pytest.mark.extended
 async def test_answers_when_the_engine_has_two_ranks_then_they_are_those_of_one() -> None:
     check_answers(await answers(1), await answers(2))
 

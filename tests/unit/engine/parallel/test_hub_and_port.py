@@ -194,6 +194,7 @@ def test_followers_when_rank_0_is_silent_or_gone_then_they_end(peers: Callable[.
     assert gone.processes[0].communicate(timeout=LIMIT_S)[0] == "lost rank 0: closed\n"
 
 
+@pytest.mark.extended
 def test_heartbeats_when_nothing_is_computed_then_both_ends_stay_together(peers: Callable[..., Peers]) -> None:
     cluster = peers(["echo"], timeout_s=4 * SHORT_S)  # what a busy machine may let a process wait
     cluster.hub.step(order())
