@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import weakref
 
 import pytest
 
@@ -89,6 +92,17 @@ def test_capture_when_it_fails_after_one_has_begun_then_the_process_must_end(poi
         session.require_clean()
     assert refusal.value.code is ErrorCode.GRAPH_CAPTURE_DIRTY
     assert [record.code for record in caplog.records] == ["GRAPH_CAPTURE_DIRTY"]
+
+
+def test_runner_when_its_capture_failed_after_it_had_begun_then_it_is_never_collected(monkeypatch):
+    monkeypatch.setattr("engine.runner.graph_session._log.disabled", True)  # a log record would hold it too
+    _, made, run = start({"capture": RuntimeError("half captured")})
+    with contextlib.suppress(BatonError):
+        run()
+    runner = weakref.ref(made.pop())
+    del run
+    gc.collect()
+    assert runner() is not None
 
 
 def test_capture_when_something_that_is_no_failure_comes_before_one_begins_then_it_goes_on_its_way():
