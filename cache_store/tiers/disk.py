@@ -162,7 +162,7 @@ class DiskTier:
         self._make_room(size)
         target = self._file(key)
         try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = self._open_new(new)
             try:
                 _write(descriptor, memoryview(record))
             finally:
@@ -203,6 +203,18 @@ class DiskTier:
     def _file(self, key: bytes) -> Path:
         name = key.hex()
         return self._blocks / name[:2] / (name + SUFFIX)
+
+    def _open_new(self, new: Path) -> int:
+        # Without O_NONBLOCK a pipe that somebody has put there would keep the writer for good.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(new, flags, 0o600)
+        except FileNotFoundError:  # somebody has emptied the directory
+            if not os.path.samestat(os.fstat(self._lock_file), os.stat(self._blocks.parent / "lock")):
+                raise  # or put another one in its place, which another server may use
+            for folder in (self._blocks, self._blocks / _NEW):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            return os.open(new, flags, 0o600)
 
     def _publish(self, new: Path, target: Path) -> None:
         """Gives a whole file its final name. What lies in its way and is no file of ours is moved aside: every write of
@@ -275,6 +287,8 @@ class DiskTier:
 
 def _move_aside(path: Path) -> None:
     aside = path.with_name(path.name + ASIDE)
+    if os.path.lexists(aside):
+        aside = path.with_name(f"{path.name}{ASIDE}-{time.time_ns():x}")
     path.rename(aside)
     _log.warning("%s lay in the place of a block's file and is none of ours; it is now %s", path, aside)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -227,6 +228,47 @@ def test_disk_when_something_else_lies_in_the_place_of_a_block_then_it_is_moved_
         assert held(tier, 1) == [1]
         tier.clear()
     assert aside.exists()
+
+
+def test_disk_when_folders_lie_in_the_place_of_a_block_again_then_each_is_moved_aside(tmp_path: Path) -> None:
+    file = file_of(tmp_path, 1)
+    with disk(tmp_path) as tier:
+        for number in range(3):
+            file.mkdir(parents=True)
+            (file / "notes.txt").write_text(str(number))
+            assert tier.put(key_of(1), record_of(1))
+            tier.discard(key_of(1))
+    assert {notes.read_text() for notes in file.parent.glob("*/notes.txt")} == {"0", "1", "2"}
+
+
+def test_disk_when_a_pipe_or_a_folder_lies_where_it_writes_then_one_write_fails_and_the_next_does_not(
+    tmp_path: Path,
+) -> None:
+    with disk(tmp_path) as tier:
+        os.mkfifo(tmp_path / "blocks" / "new" / "1")
+        (tmp_path / "blocks" / "new" / "2").mkdir()
+        for _ in range(2):
+            with pytest.raises(TierError) as failed:
+                tier.put(key_of(1), record_of(1))
+            assert failed.value.reason == "io"
+        assert tier.put(key_of(1), record_of(1))
+        assert read(tier, 1) == record_of(1)
+
+
+def test_disk_when_somebody_empties_its_directory_then_it_goes_on_as_long_as_its_lock_is_there(tmp_path: Path) -> None:
+    with disk(tmp_path) as tier:
+        tier.put(key_of(1), record_of(1))
+        shutil.rmtree(tmp_path / "blocks")
+        assert read(tier, 1) is None
+        for number in (1, 2):
+            assert tier.put(key_of(number), record_of(number))
+            assert read(tier, number) == record_of(number)
+        shutil.rmtree(tmp_path / "blocks")
+        (tmp_path / "lock").unlink()
+        (tmp_path / "lock").touch()  # of another server
+        with pytest.raises(TierError):
+            tier.put(key_of(3), record_of(3))
+        assert not (tmp_path / "blocks").exists()
 
 
 def test_disk_when_a_bit_flips_then_the_record_says_so(tmp_path: Path) -> None:
