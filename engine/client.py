@@ -13,6 +13,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,7 @@ class EngineClient:
         self.on_step: Callable[[StepMessage], None] | None = None
         self.dead = asyncio.Event()
         self.death: BatonError | None = None
+        self._heard_at = 0.0  # when its last message came; 0: not ready yet
         self._streams: dict[str, RequestStream] = {}
         self._profiles: dict[int, asyncio.Future[ProfileNews]] = {}
         self._numbers = itertools.count(1)
@@ -170,6 +172,7 @@ class EngineClient:
                 self._remove_folder()
                 self.ready = await self._started
                 self.stats = self.ready.stats
+                self._heard_at = time.monotonic()
                 self._ranks.serving = True
         except TimeoutError:
             await self._kill()
@@ -366,7 +369,13 @@ class EngineClient:
             # The process is about to exit; the streams then end with this cause, or with that of a rank that was first.
             self._ranks.failed(0, error_of(envelope.failed.error))
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a word of an engine that is ready: about one at rest, else those of a step."""
+        return time.monotonic() - self._heard_at if self._heard_at else 0.0
+
     def _take_step(self, step: StepMessage) -> None:
+        self._heard_at = time.monotonic()
         if step.stats is not None:
             self.stats = step.stats
         streams = self._streams

@@ -142,6 +142,8 @@ class FrontServer:
             found.append("the engine is loading the model")
         elif self.engine.state is EngineState.DEAD:
             found.append("the engine is dead")
+        elif self.engine.client.silent_s > (limit_s := self.settings.tp_broadcast_timeout_seconds):
+            found.append(f"the engine has said nothing for more than {limit_s:g} s")
         if self.drain.state is not DrainState.SERVING:
             found.append("draining")
         if self.transfers.failing:

@@ -179,7 +179,7 @@ class ServerSettings(CommonSettings):
         ge=1,
         le=600,
         description="longest time for a message between ranks, an operation of all of them, or a silence of one; after "
-        "that the engine ends",
+        "that the engine ends. A server whose engine says nothing for so long is not ready",
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of an engine; default: all cores")
     enable_cuda_graph: bool | None = Field(

@@ -147,3 +147,15 @@ def test_f1_stop_when_there_is_no_other_decode_server_then_a_typed_error_comes_w
     wait_workers_ready(cluster)
     cluster.assert_clean_ledgers(5.0)
     assert_serves(cluster, "after none")
+
+
+@pytest.mark.extended
+def test_ready_when_an_engine_alone_stands_still_then_its_server_is_not_until_it_goes_on() -> None:
+    flags = [*FLAGS, "--tp-broadcast-timeout-seconds", "2"]
+    with Cluster(0, 1, model=tiny_model(MODEL), decode_flags=flags, router=False) as alone:
+        (server,) = alone.decode
+        with standing_still(server.engine_pid):
+            wait_for("it to be unready", lambda: server.get("/ready").status_code == 503, LIMIT_S)
+            assert "said nothing for more than 2 s" in server.get("/ready").text
+            assert server.get("/live").status_code == 200
+        wait_for("it to be ready again", lambda: server.get("/ready").status_code == 200, LIMIT_S)

@@ -18,6 +18,7 @@ from engine.client import EngineClient, EngineConfig, RequestStream, socket_fold
 from engine.messages import AddRequest, FinishReason, RequestOutput, RunMode, SamplingParams
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extended
+from tests.standstill import standing_still
 from tests.unit.engine.tiny_models import tiny_model
 
 START_S = 60.0
@@ -170,6 +171,14 @@ async def test_death_when_the_engine_is_killed_then_every_stream_fails_at_once()
     client.abort("r0#0.00000000")
     assert client.open_requests == 0
     await client.stop(5.0)
+
+
+async def test_silence_when_the_engine_stands_still_then_it_grows_until_it_goes_on(client):
+    """At rest it speaks once a second."""
+    await until(lambda: client.silent_s < 0.5)
+    with standing_still(client.pid):
+        await until(lambda: client.silent_s > 1.5)
+    await until(lambda: client.silent_s < 0.5)
 
 
 async def test_signals_when_they_reach_the_engine_then_its_front_alone_decides(client):
