@@ -107,6 +107,13 @@ def test_decode_inputs_when_a_request_returns_with_other_blocks_then_its_table_i
     check(inputs.decode(StepBatch([row])), [row], 1, 1)
 
 
+def test_decode_inputs_when_a_row_sat_out_a_step_that_was_padded_then_its_table_is_sent_again() -> None:
+    inputs = new_inputs()
+    stays, pauses = sampled("a", [1], 5, [3, 4]), sampled("b", [2], 9, [5, 6, 7])
+    for batch in ([stays, pauses], [stays], [stays, pauses]):
+        check(inputs.decode(StepBatch(batch), 2), batch, 2, 2)
+
+
 def test_prefill_inputs_when_rows_decode_and_prefill_then_sampled_tokens_are_named() -> None:
     inputs = new_inputs()
     rows = [
