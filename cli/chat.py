@@ -53,6 +53,7 @@ def converse(arguments: argparse.Namespace, model: str, messages: list[dict[str,
         try:
             line = input("> ").strip()
         except EOFError:
+            print()  # the shell's prompt gets a line of its own
             return
         if not line:
             return
