@@ -45,7 +45,7 @@ TOKENS = 4
 PREFILL_FAULTS = (
     "cache_store.send_piece:delay=60,layer=1,key=k1-*",
     "cache_store.send_piece:delay=10,layer=1,key=k10-*",
-    "cache_store.send_piece:delay=0.5,layer=2,block=0,key=o3*",
+    "cache_store.send_piece:delay=0.9,layer=2,block=0,key=o3*",  # more than is asked for: P may be slow to sample
     "cache_store.publish:delay=0.3,nth=3,key=h4-grpc*",
     "cache_store.publish:delay=0.3,nth=3,key=h4-http*",
     "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=2,key=h4*",
@@ -460,7 +460,7 @@ def test_o2_prompts_when_d_has_room_for_one_and_a_half_of_eight_then_each_ends_w
 def test_o3_last_layer_when_it_is_published_after_the_prefill_has_answered_then_decoding_waits_for_it(
     cluster: Cluster, client: GenerationClient, known: tuple[list[int], list[int]]
 ) -> None:
-    """By the times of both servers' events: P has computed the prompt, and half a second later its last layer comes."""
+    """By both servers' events the last layer comes half a second or more after P has computed the prompt."""
     answer = client.generate(known[0], TOKENS, request_id="o3", salt="o3")
     assert answer.token_ids == known[1]
     assert answer.timeline["decode.load"] >= 0.5
