@@ -149,6 +149,9 @@ class Load:
             )
         if bool(header.source_blocks) != direct:
             self.fail_with(breach("a piece event of another transport than agreed"))
+        if self.transport == TCP and header.checksums:
+            # Of a peer that sends none behind the bytes: those of the next notice would be taken for one.
+            self.fail_with(breach("checksums in a notice of the transport tcp"))
         arrived = pending.arrived[layer]
         at = blocks[0] - wanted.first_block
         # Neighbours of which none has arrived, which is the rule, are looked at together.

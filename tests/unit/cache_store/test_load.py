@@ -192,6 +192,17 @@ def test_load_with_an_event_before_started_is_a_breach(call: Callable[[Stream], 
     assert stream.load.error is not None and stream.load.error.breach
 
 
+def test_load_over_tcp_with_checksums_in_a_notice_is_a_breach_at_once() -> None:
+    """Who sends them there sends none behind the bytes, and the next notice's would be taken for one."""
+    stream = Stream().started()
+    stream.load.transport = "tcp"
+    notice = pb.PieceHeader(group="full", layer=0, blocks=[2], block_bytes=LAYOUT.block_bytes)
+    stream.load.expect(notice, 0)
+    notice.checksums.append(7)
+    assert fails(lambda: stream.load.expect(notice, 0), stream.load) is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
+    assert stream.load.error is not None and stream.load.error.breach
+
+
 @pytest.mark.invariant("RPC-10")
 @pytest.mark.parametrize(
     "result",
