@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from cli.gpu_places import Place, gpus_of, places, ranks_of
 from cli.process import LaunchError, LaunchStopped, LaunchTimeout, Process
 from router.settings import RouterSettings
 from rpc.settings import SettingsError
@@ -66,7 +67,9 @@ class Launcher:
     max_restarts: int = len(RESTART_PAUSES_S)
     log: Callable[[str], None] | None = None
     say: Callable[[str], None] = print
+    gpus: list[str] | None = None  # as CUDA_VISIBLE_DEVICES names them; None: those that are there
     servers: list[Process] = field(default_factory=list)
+    _places: dict[str, Place] = field(default_factory=dict)  # by server
     _router: Process | None = None
 
     @property
@@ -87,11 +90,12 @@ class Launcher:
         check_free("--port", self.host, self.port)
         check_free("--grpc-port", self.host, self.grpc_port)
         self._check_router_flags()
+        self._share_gpus()
         self.servers = [self._server("prefill", i, self.prefill_flags) for i in range(self.prefill_servers)]
         self.servers += [self._server("decode", i, self.decode_flags) for i in range(self.decode_servers)]
         try:
             for server in self.servers:
-                server.start(self._environ())
+                server.start(self._environ(server.name))
             self._wait_ready(self.servers, stop)
             self._router = self._make_router()
             self._router.start(self._environ())
@@ -117,18 +121,30 @@ class Launcher:
 
         For whoever does not `supervise`.
         """
-        process.start(self._environ())
+        process.start(self._environ(process.name))
         self._wait_ready([process], None)
 
-    def _environ(self) -> dict[str, str]:
+    def _environ(self, name: str = "") -> dict[str, str]:
+        """What a process of this name has in its environment besides the launcher's own."""
         ours = SHARED_CORES | DENSE_MEMORY
-        return {**{k: v for k, v in ours.items() if k not in os.environ}, **self.environ}
+        place = self._places.get(name, Place())
+        return {**{k: v for k, v in ours.items() if k not in os.environ}, **place.environ(), **self.environ}
+
+    def _share_gpus(self) -> None:
+        """Servers that start together would each take most of the memory of the same GPU."""
+        sizes = {
+            f"prefill-{i}": ranks_of([*self.server_flags, *self.prefill_flags]) for i in range(self.prefill_servers)
+        }
+        sizes |= {f"decode-{i}": ranks_of([*self.server_flags, *self.decode_flags]) for i in range(self.decode_servers)}
+        gpus = gpus_of({**os.environ, **self.environ}) if self.gpus is None else self.gpus
+        self._places = dict(zip(sizes, places(gpus, list(sizes.values())), strict=True))
 
     def _server(self, role: str, index: int, flags: list[str]) -> Process:
         arguments = ["--model", self.model, "--host", "127.0.0.1", "--port", "0"]
         arguments += ["--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0"]
         name = f"{role}-{index}"
         arguments += [*self._log_flags(name), *self._disk_flags(name, flags)]
+        arguments += self._places.get(name, Place()).flags()
         return Process(role, name, [*arguments, *self.server_flags, *flags], self.log)
 
     def _make_router(self) -> Process:
@@ -206,7 +222,7 @@ class Launcher:
         elif now >= care.next_start:
             care.restarts += 1
             care.next_start, care.announced = None, False
-            process.start(self._environ())
+            process.start(self._environ(process.name))
         return True
 
     def stop(self, grace_s: float = 30.0, hurry: threading.Event | None = None) -> list[int]:
