@@ -43,7 +43,7 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 
 
 def path_not_found(method: str, path: str) -> BatonError:
-    return BatonError(ErrorCode.PATH_NOT_FOUND, f"there is no path {method} {path[:200]}; see /v1/models for a start")
+    return BatonError(ErrorCode.PATH_NOT_FOUND, f"there is no path {method} {path[:200]}; /openapi.json has all")
 
 
 def unauthenticated() -> BatonError:
