@@ -210,7 +210,7 @@ class Launcher:
                 process.send_signal(signal.SIGKILL)
             return True
         if care.next_start is None:
-            ended = f"{process.name} ended with status {process.status}: {process.last_words()}"
+            ended = process.ending()
             if care.announced and now - process.started_at > STABLE_S:
                 care.restarts = 0
             if care.restarts >= self.max_restarts:

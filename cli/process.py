@@ -135,10 +135,19 @@ class Process:
         if self.listening:
             return True
         if not self.alive():
-            raise LaunchError(f"{self.name} ended with status {self.status}: {self.last_words()}")
+            raise LaunchError(self.ending())
         if time.monotonic() - self.started_at > limit_s:
             raise LaunchTimeout(f"{self.name} was not ready within {limit_s:g} s: {self.last_words()}")
         return False
+
+    def ending(self) -> str:
+        """How it ended, in one line: status, the name of the signal if it was one, last words."""
+        status = self.status
+        name = ""
+        if status is not None and status < 0:
+            with contextlib.suppress(ValueError):  # of a real-time signal, which has none
+                name = f" ({signal.Signals(-status).name})"
+        return f"{self.name} ended with status {status}{name}: {self.last_words()}"
 
     def last_words(self) -> str:
         """What it said last that is an error of its log, or no log at all; else the last messages of its log.

@@ -59,7 +59,7 @@ def test_supervise_when_a_process_dies_again_and_again_then_it_is_given_up(launc
     os.kill(pid_of(router), signal.SIGKILL)
     supervisor.join(LIMIT_S)
     assert statuses == [1]
-    assert "router ended with status -9" in said[-1]
+    assert "router ended with status -9 (SIGKILL): " in said[-1]
     assert "giving up" in said[-1]
 
 
