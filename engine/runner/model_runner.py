@@ -26,6 +26,7 @@ from engine.messages import CapturedGraphs, KvGroupInfo, PromptLogprob, Sampling
 from engine.models.config import load_config, resolve_dtype
 from engine.models.families import load_model
 from engine.models.step import ForwardStep, LastTokens
+from engine.numerics import numerics_of
 from engine.parallel.communicator import Communicator, single
 from engine.parallel.shards import shard_of
 from engine.runner.batch import BatchRow, PrefillReplay, RowResult, StepBatch, StepResult
@@ -39,7 +40,6 @@ from kernels.cpu import library
 from kernels.cpu.memory import huge_zeros
 from rpc.errors import BatonError, ErrorCode
 from rpc.graph_status import PrefillGraphStatus
-from rpc.version import version
 
 if TYPE_CHECKING:
     from engine.graph_settings import PrefillGraphSettings
@@ -134,13 +134,8 @@ class ModelRunner:
 
     @property
     def numerics(self) -> str:
-        """What computes, as far as it has a say in the last bits of KV."""
-        if self.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            machine = f"sm_{major}{minor}"
-        else:
-            machine = f"{torch.backends.cpu.get_cpu_capability()}/{library.name()}"
-        return f"{self.device.type}/{self.backend.name}/{version()}/{torch.__version__}/{machine}"
+        """See `numerics_of`."""
+        return numerics_of(self.device, self.backend.name)
 
     @property
     def embedding_size(self) -> int:

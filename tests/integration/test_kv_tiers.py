@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from cache_store.layout import GroupLayout
 from cache_store.tiers.keys import TierKeys
 from engine.loader.fingerprint import weights_digest
+from engine.numerics import numerics_of
 from protos import worker_pb2
 from rpc.block_hashes import HashChain
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
@@ -72,7 +74,7 @@ class Tiered:
             block_size=group.block_size, dtype=group.dtype,
         )  # fmt: skip
         model = f"{info.model_fingerprint}:{weights_digest(Path(self.cluster.model))}"
-        keys = TierKeys(model, layout, numerics=f"cpu/{info.attention_backend}")
+        keys = TierKeys(model, layout, numerics=numerics_of(torch.device("cpu"), info.attention_backend))
         name = keys.key(HashChain(BLOCK).extend(PROMPT, BLOCKS)[block]).hex()
         return self.folder / "blocks" / name[:2] / f"{name}.kv"
 

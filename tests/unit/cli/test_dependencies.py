@@ -44,11 +44,15 @@ DEV = declared(PROJECT["project"]["optional-dependencies"]["dev"])
 
 @cache
 def imported(file: Path) -> set[str]:
-    """Dotted names that a file imports, absolute ones only."""
+    """Dotted names that a file imports, absolute ones only; a test also by `pytest.importorskip`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
+            names |= {
+                name.value for name in node.args if isinstance(name, ast.Constant) and isinstance(name.value, str)
+            }
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names

@@ -76,6 +76,7 @@ def test_step_when_the_last_layer_is_for_last_tokens_alone_then_results_and_kv_a
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the rows that hold NaN
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunk_when_its_numbers_are_not_finite_then_it_fails_alone_also_by_its_last_token(
     monkeypatch: pytest.MonkeyPatch, backend: str
