@@ -36,17 +36,23 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two pairs. The first servers fail once each, at the answer of a prompt and at a reservation; the second prefill
-    server fails in the middle of sending KV: of one load twice, so that its prompt is computed by the decode server,
-    and of another one once. Decoding is slow, so that there is a middle of an answer."""
+    """Two pairs. The first servers fail once each, at the answer of a prompt and at a reservation; both prefill servers
+    fail in sending KV: of the load of request `twice` two times, so that the decode server computes its prompt, and of
+    that of `once` one time. Decoding is slow, so that there is a middle of an answer."""
     slow = "engine.step:delay=0.005,kind=decode"
     with Cluster(0, 0, model=tiny_model("llama"), router=False, prefill_flags=FLAGS, decode_flags=FLAGS) as running:
         # Its first step takes long, so that the failed reservation is what ends the first attempt.
         late = "engine.step:delay=1.5,kind=prefill,times=1"
-        running.start_prefill(env={"BATON_FAULTS": f"prefill.answer:raise=EXECUTION_EXCEPTION,times=1;{late}"})
-        breaks = ";".join(f"cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,nth={nth}" for nth in (5, 6, 40))
+        breaks = ";".join(
+            f"cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,key={name}#*,times={times}"
+            for name, times in (("twice", 2), ("once", 1))
+        )
+        fails = f"prefill.answer:raise=EXECUTION_EXCEPTION,times=1;{late}"
+        running.start_prefill(env={"BATON_FAULTS": f"{fails};{breaks}"})
         running.start_prefill(env={"BATON_FAULTS": breaks})
-        running.start_decode(env={"BATON_FAULTS": f"decode.reserved:raise=EXECUTION_EXCEPTION,times=1;{slow}"})
+        # What fails at its answer on the prefill server is not computed by the decode server before the router ends it.
+        held = "engine.step:delay=0.7,kind=prefill,times=1"
+        running.start_decode(env={"BATON_FAULTS": f"decode.reserved:raise=EXECUTION_EXCEPTION,times=1;{held};{slow}"})
         running.start_decode(env={"BATON_FAULTS": slow})
         for server in running.servers:
             server.wait_ready()
@@ -61,7 +67,12 @@ def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transfor
     cluster: Cluster, cases: list[Case]
 ) -> None:
     with GenerationClient(cluster.router.grpc) as client:
-        answers = [client.generate(case.prompt, 20, salt="retry", **case.options) for case in cases]
+        answers = [
+            client.generate(
+                case.prompt, 20, salt="retry", request_id={4: "twice", 6: "once"}.get(number), **case.options
+            )
+            for number, case in enumerate(cases)
+        ]
     for answer, case in zip(answers, cases, strict=True):
         assert answer.token_ids == case.expected[:20], f"{case.options}, {answer.attempts} attempts"
         assert answer.path == "pd"
@@ -73,8 +84,8 @@ def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transfor
     # Both failed loads were repeated by the decode server itself, and the one that failed again was computed there.
     assert sum(decode.counted("baton_stage_retries_total", stage="load") for decode in decodes) == 2
     records = [record for decode in decodes for record in decode.requests()["finished"] if record["mode"] == "decode"]
-    recomputed = [record for record in records if {"load", "compute"} <= set(record["stages"])]
-    assert len(recomputed) == 1, recomputed
+    recomputed = [record for record in records if record["code"] == 0 and {"load", "compute"} <= set(record["stages"])]
+    assert [record["request_id"] for record in recomputed] == ["twice"]
     assert router.counted("baton_migrations_total", result="ok") == 0
     cluster.assert_clean_ledgers()
 

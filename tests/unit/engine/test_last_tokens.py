@@ -19,6 +19,9 @@ TOLERANCE = 1e-4
 interpreted = pytest.mark.skipif(
     not jit.available("cpu"), reason="needs Triton in its interpreter (TRITON_INTERPRET=1)"
 )
+slowly = [interpreted, pytest.mark.extended]
+MODELS = ("llama", "mistral-window", "qwen3")
+EVERY = ("all sample", "a chunk among them")
 BACKENDS = ["torch", "native", pytest.param("triton", marks=interpreted)]
 
 
@@ -47,11 +50,19 @@ def mixed(every: bool) -> StepBatch:
     return StepBatch(rows)
 
 
-@pytest.mark.parametrize("every", [True, False], ids=["all sample", "a chunk among them"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
-@pytest.mark.parametrize("backend", BACKENDS)
+CASES = [(backend, name, every) for backend in ("torch", "native", "triton") for name in MODELS for every in EVERY]
+ALWAYS = {("triton", "mistral-window", "a chunk among them")}  # of those that are interpreted, which is slow
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "every"),
+    [
+        pytest.param(*case, marks=[] if case[0] != "triton" else interpreted if case in ALWAYS else slowly)
+        for case in CASES
+    ],
+)
 def test_step_when_the_last_layer_is_for_last_tokens_alone_then_results_and_kv_are_those_of_the_whole_pass(
-    monkeypatch: pytest.MonkeyPatch, name: str, backend: str, every: bool
+    monkeypatch: pytest.MonkeyPatch, backend: str, name: str, every: str
 ) -> None:
     found = {}
     for fewest in (30, 10_000):
@@ -60,7 +71,7 @@ def test_step_when_the_last_layer_is_for_last_tokens_alone_then_results_and_kv_a
         runner = new_runner(name, backend)
         widths = Mock(wraps=runner.model.layers[-1].mlp.gate_up)
         monkeypatch.setattr(runner.model.layers[-1].mlp, "gate_up", widths)
-        results = runner.execute(mixed(every)).rows
+        results = runner.execute(mixed(every == "all sample")).rows
         [call] = widths.call_args_list
         assert call.args[0].shape[0] == (4 if fewest == 30 else 79)
         found[fewest] = results, runner.kv_layers[FULL_GROUP]
@@ -68,7 +79,7 @@ def test_step_when_the_last_layer_is_for_last_tokens_alone_then_results_and_kv_a
     for index, (one, other) in enumerate(zip(few, all_, strict=True)):
         assert one.failure is None and other.failure is None
         assert one.token_id == other.token_id
-        assert (one.token_id is None) == (index == 1 and not every)
+        assert (one.token_id is None) == (index == 1 and every != "all sample")
         if one.token_id is not None:
             assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=TOLERANCE)
             assert [top.token_id for top in one.top_logprobs] == [top.token_id for top in other.top_logprobs]
