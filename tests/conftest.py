@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import hypothesis
 import pytest
 
 from tests.extent import WHOLE
@@ -32,6 +33,11 @@ BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
 if BESIDE_OTHERS:
     # Threads that wait for each other by spinning are many times slower where others want the processors too.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# A machine that others use may stand still for longer than the 200 ms that one example is given otherwise.
+hypothesis.settings.register_profile("baton", deadline=None)
+hypothesis.settings.load_profile("baton")
 
 
 class Turns:
