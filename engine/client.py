@@ -62,6 +62,11 @@ class RequestStream:
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def complete(self) -> bool:
+        """Whether the last output has come, read or not."""
+        return self._ended
+
     def __aiter__(self) -> RequestStream:
         return self
 

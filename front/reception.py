@@ -58,7 +58,8 @@ class Reception:
     """All requests of one server. Belongs to the event loop.
 
     `access_log` gets one dictionary per request at its end, `arrival_log` one when it was admitted. `stop_wait_s`
-    bounds the wait for the engine to let go of a request that was aborted.
+    bounds the wait for the engine to let go of a request that was aborted, `why_s` that for the word of who ended a
+    request whose load failed by it.
     """
 
     def __init__(
@@ -72,29 +73,29 @@ class Reception:
         arrival_log: Callable[[Mapping[str, object]], None] | None = None,
         tracer: Tracer | None = None,
         address: Callable[[], str] = lambda: "",
-        max_rpc_s: float,
         stop_wait_s: float,
+        why_s: float = WHY_S,
     ) -> None:
         self.role = role
         self.engine = engine
         self.metrics = metrics
         self.table = RequestTable()
         self.stop_wait_s = stop_wait_s
+        self.why_s = why_s
         self._drain = drain
         self._access_log = access_log
         self._arrival_log = arrival_log
         self._tracer = tracer
         self._address = address
-        self._max_rpc_s = max_rpc_s
         self._scopes: dict[str, RequestScope] = {}
 
     def serve(self, context: Context, mode: RunMode) -> RequestScope:
         """The scope of one RPC; to be entered at once with `async with`."""
         # A call without a deadline is limited by the RPC's own maximum, which is not the request's deadline.
-        given = context.time_remaining() is not None
-        deadline = Deadline.from_context(context, self._max_rpc_s) if given else Deadline.never()
-        scope = RequestScope(self, context, mode, deadline, 0.0 if given else self._max_rpc_s)
-        request, call = scope.request, current_call()
+        call = current_call()
+        limits = (Deadline.never(), call.deadline) if context.time_remaining() is None else (call.deadline, None)
+        scope = RequestScope(self, context, mode, *limits)
+        request = scope.request
         request.private = call.private
         if self._tracer is not None:
             trace = self._tracer.begin(call.traceparent, call.tracestate)
@@ -234,13 +235,13 @@ class RequestScope:
     """
 
     def __init__(
-        self, reception: Reception, context: Context, mode: RunMode, deadline: Deadline, max_rpc_s: float
+        self, reception: Reception, context: Context, mode: RunMode, deadline: Deadline, rpc_limit: Deadline | None
     ) -> None:
         stages = PREFILL_STAGES if reception.role == "prefill" else DECODE_STAGES
         self.request = Request(mode, stages, peer=context.peer(), deadline=deadline)
         self._reception = reception
         self._context = context
-        self._rpc_limit = Deadline.after(max_rpc_s if max_rpc_s > 0 else None)
+        self._rpc_limit = rpc_limit or Deadline.never()  # the very one at which the call's task is cancelled
         self._stream: RequestStream | None = None
         self._stream_ended = False
         self._held = False
@@ -384,7 +385,7 @@ class RequestScope:
         error = self._cause(exc, cancelled)
         if self._stream is not None and not self._stream_ended:
             word = await self._let_go(error, wait_s=self._reception.stop_wait_s if cancelled else LAST_WORD_S)
-            if word is not None and (forced or cancelled):
+            if word is not None and (forced or cancelled) and not _followed(word):
                 error = word  # it had failed before it was told to end
         elif error is not None and self._is_of_a_load(error):
             # The engine may have staged KV for an answer that nobody will get; and of a refusal it hears so that the
@@ -406,10 +407,10 @@ class RequestScope:
     async def _hear_why(self, exc: BaseException | None) -> asyncio.CancelledError | None:
         """Waits a moment for the cause of a failure that is only what followed from it. Returns the cancellation of the
         call if that comes."""
-        if self._intent is not None or not isinstance(exc, BatonError) or exc.metadata.get("cause") not in _ENDED_THERE:
+        if self._intent is not None or not isinstance(exc, BatonError) or not _followed(exc):
             return None
         try:
-            async with asyncio.timeout(WHY_S):
+            async with asyncio.timeout(self._reception.why_s):
                 await self._intended.wait()
         except TimeoutError:
             pass
@@ -475,7 +476,8 @@ class RequestScope:
         assert stream is not None
         code = error.code if error is not None else ErrorCode.CANCELLED
         self._told.add(int(code))
-        if code is not ErrorCode.ENGINE_DEAD:
+        # An engine that is done with the request has nothing to end any more, but KV that it may have staged.
+        if code is not ErrorCode.ENGINE_DEAD and (request.mode is RunMode.PREFILL or not stream.complete):
             request.abort_source = request.abort_source or "error"
             self._reception.tell_engine(request.request_key, code, request.abort_source)
         try:
@@ -516,6 +518,11 @@ class RequestScope:
         request = self.request
         if self._reception.table.is_open(request):
             self._reception.abort(request.request_key, BatonError(ErrorCode.CANCELLED), "client")
+
+
+def _followed(error: BatonError) -> bool:
+    """Whether this is a load that failed because its request was ended: what followed from the cause, and no cause."""
+    return error.metadata.get("cause") in _ENDED_THERE
 
 
 def _lost_with_engine(request: Request) -> StagedEnd:

@@ -92,7 +92,6 @@ class FrontServer:
             arrival_log=self._write_arrival if self.access_log.arrivals else None,
             tracer=self.tracer,
             address=self.grpc_address,
-            max_rpc_s=settings.max_rpc_timeout_s,
             stop_wait_s=settings.stop_stream_wait_timeout_ms / 1000,
         )
         reserve_s = min(ABORT_RESERVE_S, settings.drain_timeout_secs / 10)

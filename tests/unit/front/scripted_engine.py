@@ -36,7 +36,7 @@ from rpc.server import GrpcServer
 from tests.unit.front.wire_requests import MODEL, REQUEST_KEY
 
 ENGINE_ID = "cd" * 16
-LIMIT_S = 5.0
+LIMIT_S = 20.0  # for what is certain to come; no test waits for as long
 
 
 def engine_ready() -> EngineReady:
@@ -70,6 +70,7 @@ class ScriptedEngine(EngineClient):
         self.adds: list[AddRequest] = []
         self.aborts: list[tuple[str, ErrorCode, str]] = []
         self.obeys_aborts = True
+        self.had_failed: EngineError | None = None  # of what it aborts, before it hears of that
         self._news = asyncio.Event()
 
     def submit(self, request: AddRequest) -> RequestStream:
@@ -83,7 +84,7 @@ class ScriptedEngine(EngineClient):
     def abort(self, request_key: str, code: ErrorCode = ErrorCode.CANCELLED, source: str = "client") -> None:
         self.aborts.append((request_key, code, source))
         if self.obeys_aborts:
-            error = EngineError(int(code), "aborted", stage="compute")
+            error = self.had_failed or EngineError(int(code), "aborted", stage="compute")
             self.emit(RequestOutput(request_key, last=True, error=error, stages={"queue": 0.25}))
         self._tell()
 
@@ -119,7 +120,8 @@ class Front:
         allow_local_prefill: bool = True,
         max_rpc_s: float = 60.0,
         grace_s: float = 0.0,
-        stop_wait_s: float = 0.5,
+        stop_wait_s: float = LIMIT_S,
+        why_s: float = LIMIT_S,
     ) -> None:
         self.role = role
         self.engine = ScriptedEngine()
@@ -134,8 +136,8 @@ class Front:
             metrics=self.metrics,
             drain=lambda: self.drain,
             access_log=self._write,
-            max_rpc_s=max_rpc_s,
             stop_wait_s=stop_wait_s,
+            why_s=why_s,
         )
         self.drain = Drain(grace_s=grace_s, timeout_s=60.0, remaining=self.reception.remaining, changed=lambda: None)
         self.grpc = GrpcServer(self.metrics, max_rpc_s=max_rpc_s)
@@ -166,6 +168,8 @@ class Front:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = prefill_pb2_grpc.PrefillStub if self.role == "prefill" else decode_pb2_grpc.DecodeStub
             self.stub = stub(channel)  # type: ignore[no-untyped-call]
+            async with asyncio.timeout(LIMIT_S):
+                await channel.channel_ready()
             try:
                 yield self
             finally:

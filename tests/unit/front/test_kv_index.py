@@ -92,7 +92,7 @@ async def test_close_when_subscribers_wait_then_each_ends_with_the_error() -> No
     index = KvIndex()
     subscription = index.subscribe()
     await anext(subscription)
-    async with asyncio.timeout(2), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         waiting = group.create_task(_code_of_next(subscription))
         await asyncio.sleep(0)
         index.close(BatonError(ErrorCode.ENGINE_DEAD, "gone"))

@@ -98,7 +98,7 @@ async def test_decode_when_its_load_fails_after_the_abort_then_the_cause_is_that
 async def test_decode_when_its_load_fails_by_an_abort_that_comes_here_later_then_the_cause_is_that_of_the_abort(
     how: str,
 ) -> None:
-    front = Front("decode")
+    front = Front("decode", why_s=0.05 if how == "nobody" else LIMIT_S)
     front.engine.obeys_aborts = False
     async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         rpc = front.stub.Decode(decode_request(), timeout=LIMIT_S)
@@ -117,6 +117,28 @@ async def test_decode_when_its_load_fails_by_an_abort_that_comes_here_later_then
         record = (await front.records())[0]
     assert record["code"] == {"abort": 8205, "cancel": 8100, "nobody": 8212}[how]
     assert front.reception.remaining() == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel"])
+async def test_decode_when_its_load_has_failed_by_the_abort_that_is_on_its_way_then_the_cause_is_that_of_the_abort(
+    how: str,
+) -> None:
+    front = Front("decode", stop_wait_s=0.0)
+    front.engine.had_failed = engine_error(load_failed(BatonError(ErrorCode.REQUEST_TOMBSTONED)))
+    async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+        rpc = front.stub.Decode(decode_request(), timeout=LIMIT_S)
+        task = group.create_task(ending(rpc))
+        await front.engine.until(lambda: front.engine.adds)
+        front.engine.emit(RequestOutput(REQUEST_KEY, reserved=True))
+        await until_state(front, "load")
+        if how == "abort":
+            message = decode_pb2.DecodeAbortRequest(request_key=REQUEST_KEY, code=8205, source="peer")
+            await front.stub.Abort(message, timeout=LIMIT_S)
+        else:
+            rpc.cancel()
+        await task
+        record = (await front.records())[0]
+    assert (record["code"], record["abort_source"]) == {"abort": (8205, "peer"), "cancel": (8100, "client")}[how]
 
 
 async def ending(rpc: Any) -> None:
@@ -246,7 +268,8 @@ async def test_request_when_the_caller_deadline_passes_then_the_record_has_603(r
     front = Front(role)
     async with front.running(), asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
         message = prefill_request() if role == "prefill" else decode_request()
-        task = start(group, front, message, timeout=0.2)
+        task = start(group, front, message, timeout=1.0)
+        await front.engine.until(lambda: front.engine.adds)
         outcome = await task
         assert outcome.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         record = (await front.records())[0]

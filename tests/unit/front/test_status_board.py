@@ -15,7 +15,7 @@ from protos import worker_pb2
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.front.scripted_engine import ENGINE_ID, ScriptedEngine, engine_ready
 
-LIMIT_S = 2.0
+LIMIT_S = 20.0
 
 
 def board() -> StatusBoard:
