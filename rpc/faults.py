@@ -11,11 +11,11 @@ number), `drop` (the caller leaves out what the point stands for), `duplicate` (
 a payload changes), `full` (a queue refuses), `jump=SECONDS` (a clock goes forward).
 
 Which of the calls are hit: `nth=N` only the N-th (from 1), `every=N` each N-th one, `probability=P` each with that
-chance, `times=N` at most N; with `while=FILE` only those while there is such a file are calls at all. The draws of a
-fault are a function of `seed=N` (default 0), its point and its place in the variable, so equal calls are hit alike in
-every run; each hit is a line of the log. Every other `key=value` must equal the label of that name, so
-`engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning, so
-`request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
+chance, `times=N` at most N; with `while=FILE` only those while there is such a file are calls at all, and a delay ends
+with the file. The draws of a fault are a function of `seed=N` (default 0), its point and its place in the variable, so
+equal calls are hit alike in every run; each hit is a line of the log. Every other `key=value` must equal the label of
+that name, so `engine.layer:delay=0.05,layer=3` slows layer 3 alone; a value that ends in `*` is the label's beginning,
+so `request.admit:raise=MALLOC_FAILED,request_key=short*` fails the requests whose id begins with `short`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rpc import fault_points
@@ -40,6 +40,7 @@ DROP = 1
 DUPLICATE = 2
 CORRUPT = 4
 FULL = 8
+LOOK_S = 0.005  # between two looks for the file with which a delay ends
 _EFFECTS = {"drop": DROP, "duplicate": DUPLICATE, "corrupt": CORRUPT, "full": FULL}
 _COUNTS = ("nth", "every", "times", "seed")
 _TIMED = {"delay": "delay_s", "jump": "jump_s"}
@@ -214,18 +215,27 @@ def fired(name: str) -> int:
         return sum(item.fired for item in _armed.get(name, ()))
 
 
-def _due(name: str, labels: dict[str, object]) -> tuple[float, BatonError | None, int]:
-    """Delay in seconds, error to raise, and what the caller has to do, of this call."""
-    delay_s, error, effect = 0.0, None, 0
+def _due(name: str, labels: dict[str, object]) -> tuple[list[_Fault], BatonError | None, int]:
+    """The faults that delay this call, the error to raise, and what the caller has to do."""
+    delays: list[_Fault] = []
+    error, effect = None, 0
     with _lock:
         for item in _armed.get(name, ()):
             if not item.fires(labels):
                 continue
-            delay_s += item.delay_s
+            if item.delay_s > 0:
+                delays.append(item)
             effect |= _EFFECTS.get(item.action, 0)
             if item.action == "raise" and error is None:
                 error = BatonError(item.code, POINT_RAISED, metadata={"fault": name})
-    return delay_s, error, effect
+    return delays, error, effect
+
+
+def _waits(item: _Fault) -> Iterator[float]:
+    """Seconds to sleep one after the other, until a delay is over."""
+    until = time.monotonic() + item.delay_s
+    while (left := until - time.monotonic()) > 0 and (not item.file or os.path.exists(item.file)):
+        yield min(left, LOOK_S) if item.file else left
 
 
 def fault(name: str, **labels: object) -> int:
@@ -235,9 +245,10 @@ def fault(name: str, **labels: object) -> int:
     """
     if not _armed:
         return 0
-    delay_s, error, effect = _due(name, labels)
-    if delay_s > 0:
-        time.sleep(delay_s)
+    delays, error, effect = _due(name, labels)
+    for item in delays:
+        for wait_s in _waits(item):
+            time.sleep(wait_s)
     if error is not None:
         raise error
     return effect
@@ -248,9 +259,10 @@ async def fault_async(name: str, **labels: object) -> int:
     cancelled."""
     if not _armed:
         return 0
-    delay_s, error, effect = _due(name, labels)
-    if delay_s > 0:
-        await asyncio.sleep(delay_s)
+    delays, error, effect = _due(name, labels)
+    for item in delays:
+        for wait_s in _waits(item):
+            await asyncio.sleep(wait_s)
     if error is not None:
         raise error
     return effect

@@ -2,13 +2,14 @@
 
 Started by containers.py with the standard library alone, as root. One JSON line on stdin says what to do. It answers
 `unshared` when its namespaces exist, waits for a line (the network is connected meanwhile), and answers `started PID`
-with the process's number outside. Whatever happens to whoever started it happens to the container: the kernel kills
-it, and with the last process the namespaces go.
+with the process's number outside once its command runs, in a root of its own. Whatever happens to whoever started it
+happens to the container: the kernel kills it, and with the last process the namespaces go.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -28,6 +29,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
 LAST_CAPABILITY = 40
 MNT_DETACH = 2
+FIRST_KEPT = 64  # descriptors below, but for the three of every process, are closed in the container
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}  # a system call that the C library has no function for
 DEVICES = ("null", "zero", "full", "random", "urandom")
 # What programs of this machine look up below /etc; the rest of it is none of the container's business.
@@ -134,7 +136,7 @@ def _execute(spec: dict[str, Any]) -> NoReturn:
         os._exit(127)
 
 
-def _run_init(spec: dict[str, Any]) -> NoReturn:
+def _run_init(spec: dict[str, Any], runs: int) -> NoReturn:
     """As Docker's init: the command is a child, signals are passed on to it, and orphans are reaped."""
     signals = set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -143,6 +145,7 @@ def _run_init(spec: dict[str, Any]) -> NoReturn:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _execute(spec)
+    os.close(runs)
     while True:
         number = signal.sigwait(signals)
         if number != signal.SIGCHLD:
@@ -160,7 +163,8 @@ def _run_init(spec: dict[str, Any]) -> NoReturn:
                 break
 
 
-def _be_container(spec: dict[str, Any], root: str) -> NoReturn:
+def _be_container(spec: dict[str, Any], root: str, runs: int) -> NoReturn:
+    """`runs`: a descriptor that closes itself when the command takes the place of this program."""
     try:
         _make_root(spec, root)
         _enter_root(root)
@@ -171,9 +175,9 @@ def _be_container(spec: dict[str, Any], root: str) -> NoReturn:
         nothing = os.open("/dev/null", os.O_RDONLY)
         os.dup2(nothing, 0)
         os.dup2(2, 1)  # both go where the logs go
-        os.closerange(3, 64)
+        os.closerange(3, FIRST_KEPT)
         if spec["init"]:
-            _run_init(spec)
+            _run_init(spec, runs)
         _execute(spec)
     except BaseException as error:
         sys.stderr.write(f"container: {error}\n")
@@ -198,9 +202,14 @@ def main() -> int:
     if sys.stdin.readline() != "go\n":
         return 125
     os.umask(0o022)
+    read, write = os.pipe()
+    runs = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, FIRST_KEPT)
+    os.close(write)
     child = os.fork()
     if child == 0:
-        _be_container(spec, root)
+        _be_container(spec, root, runs)
+    os.close(runs)
+    os.read(read, 1)  # nobody writes: until its command runs, or it has ended
     print(f"started {child}", flush=True)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)

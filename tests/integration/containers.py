@@ -85,7 +85,7 @@ class Container:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Returns when its first process exists; raises RuntimeError when it could not be made."""
+        """Returns when its command runs, or has ended; raises RuntimeError when it could not be made."""
         service, host = self.service, self.host
         assert not (service.host_ipc or service.host_pid), f"{self.name}: these namespaces are not made here"
         address = host.address if service.host_network else host.next_address()

@@ -93,12 +93,16 @@ def test_containers_when_the_test_process_is_killed_then_no_process_and_no_names
     )
     assert process.stdout is not None
     holder, first = map(int, process.stdout.readline().split())
-    inside = [pid for pid in _same_namespace(first) if process_exists(pid)]
-    assert len(inside) >= 3, "an init and two sleeping processes"
+
+    def all_there() -> list[int] | None:
+        found = [pid for pid in _same_namespace(first) if process_exists(pid)]
+        return found if len(found) >= 3 else None
+
+    inside = wait_for("an init and two sleeping processes", all_there, 10.0)
     network = os.stat(f"/proc/{holder}/ns/net").st_ino
     process.kill()
     process.communicate(timeout=10)
-    wait_for("the container's end", lambda: not any(map(process_exists, [holder, *inside])), 5.0)
+    wait_for("the container's end", lambda: not any(map(process_exists, [holder, *inside])), 10.0)
     assert not [each for each in _networks() if each == network]
 
 

@@ -14,6 +14,7 @@ from rpc import fault_points
 from rpc.errors import BatonError, ErrorCode
 from rpc.fault_points import ACTIONS, FaultPoint
 from rpc.faults import CORRUPT, DROP, DUPLICATE, FULL, arm, armed, clock, disarm, fault, fault_async, fired
+from tests.integration.cluster import wait_for
 
 for _name in ("x", "ok", "other"):
     fault_points.add(FaultPoint(_name, "", ("k",), ACTIONS, "of this test"))
@@ -88,6 +89,19 @@ def test_while_when_the_file_comes_and_goes_then_the_fault_does(tmp_path: Path) 
     found += [fault("x"), fault("x")]
     file.unlink()
     assert [*found, fault("x")] == [0, 0, DROP, 0]
+
+
+async def test_delay_when_its_file_goes_then_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "held"
+    file.touch()
+    arm(f"x:delay=60,while={file}")
+    blocked = asyncio.create_task(asyncio.to_thread(fault, "x"))
+    suspended = asyncio.create_task(fault_async("x"))
+    await asyncio.to_thread(wait_for, "both to be there", lambda: fired("x") == 2, 30.0)
+    assert not blocked.done() and not suspended.done()
+    file.unlink()
+    async with asyncio.timeout(30.0):
+        assert await asyncio.gather(blocked, suspended) == [0, 0]
 
 
 @pytest.mark.parametrize(
