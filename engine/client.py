@@ -35,7 +35,7 @@ from engine.messages import (
     RequestOutput,
     StepMessage,
 )
-from engine.rank_processes import RankProcesses, error_of
+from engine.rank_processes import FAILED, STOPPED, RankProcesses, error_of
 from engine.sockets import descriptor, has_message
 from rpc.errors import BatonError, ErrorCode
 
@@ -128,7 +128,7 @@ class EngineClient:
         self._numbers = itertools.count(1)
         self._pending = FrontMessage()
         self._flush_handle: asyncio.Handle | None = None
-        self._ranks = RankProcesses(config, on_death=self._die, last_words=self._receive)
+        self._ranks = RankProcesses(config, on_death=self._die, last_words=self._last_words)
         self._folder: Path | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._to_engine: zmq.Socket[bytes] | None = None
@@ -137,6 +137,7 @@ class EngineClient:
         self._hello: asyncio.Future[None] | None = None
         self._started: asyncio.Future[EngineReady] | None = None
         self._stopping = False
+        self._failed = False  # the engine has said why it ends
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineEnvelope)
 
@@ -354,6 +355,11 @@ class EngineClient:
                 return
             self._take(envelope)
 
+    def _last_words(self, status: int) -> bool:
+        """Reads on after the engine has ended with `status`; whether it has said all that an end like that brings."""
+        self._receive()
+        return {STOPPED: not self._streams, FAILED: self._failed}.get(status, True)
+
     def _take(self, envelope: EngineEnvelope) -> None:
         if envelope.step is not None:
             self._take_step(envelope.step)
@@ -371,6 +377,7 @@ class EngineClient:
             if answer is not None and not answer.done():
                 answer.set_result(envelope.profile)
         elif envelope.failed is not None:
+            self._failed = True
             # The process is about to exit; the streams then end with this cause, or with that of a rank that was first.
             self._ranks.failed(0, error_of(envelope.failed.error))
 

@@ -25,8 +25,11 @@ from rpc.errors import BatonError, ErrorCode
 
 CAUSE_WAIT_S = 1.0  # how long a rank that only lost the others waits for the one that is at fault
 KILL_WAIT_S = 5.0
+LOOK_S = 0.01  # between two looks for what a rank has said that has ended
 START_MARGIN_S = 5.0
 MOST_REPORT_BYTES = 1 << 16
+# Exit statuses of rank 0 (engine/process.py): its front has told it to end, it has told its front why it ends.
+STOPPED, FAILED = 0, 1
 _ROOT = str(Path(__file__).resolve().parents[1])
 
 
@@ -51,12 +54,12 @@ class RankProcesses:
     """All ranks of one engine.
 
     `on_death(cause)` is called once, when a rank has ended or failed before `expect_end`, and all of them have been
-    killed; with one rank, and after `expect_end`, when the last one has ended. `last_words` is called when rank 0 has
-    ended: it has said what it had to, but that may not have been read yet.
+    killed; with one rank, and after `expect_end`, when the last one has ended. `last_words(exit status)` is called when
+    rank 0 has ended, and again while it returns False: what rank 0 had to say may not have been read yet.
     """
 
     def __init__(
-        self, config: EngineConfig, *, on_death: Callable[[BatonError], None], last_words: Callable[[], None]
+        self, config: EngineConfig, *, on_death: Callable[[BatonError], None], last_words: Callable[[int], bool]
     ) -> None:
         self.config = config
         self.size = config.tensor_parallel_size
@@ -203,7 +206,7 @@ class RankProcesses:
     async def _watch(self, started: _Rank) -> None:
         status = await started.process.wait()
         if started.rank == 0:
-            self._last_words()
+            await self._hear_out(status)
         self._read_report(started)
         self._close_report(started)
         if self._dead:
@@ -214,6 +217,12 @@ class RankProcesses:
                 self._die()
         else:
             self._consider()
+
+    async def _hear_out(self, status: int) -> None:
+        """Rank 0 leaves once the kernel has its last message; the thread that moves messages here may read it later."""
+        deadline = time.monotonic() + CAUSE_WAIT_S
+        while not self._last_words(status) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
 
     def _consider(self) -> None:
         """One rank has failed or ended: so has the engine. What remains is to find out why."""

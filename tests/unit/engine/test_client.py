@@ -1,6 +1,7 @@
 """The front's end of an engine process: real processes, real sockets."""
 
 import asyncio
+import inspect
 import os
 import shutil
 import signal
@@ -60,10 +61,10 @@ def alive(pid):
         return False
 
 
-async def until(condition, limit_s=10.0):
+async def until(condition, limit_s=30.0):
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, inspect.getsource(condition)
         await asyncio.sleep(0.01)
 
 
@@ -80,16 +81,28 @@ def socket_folders():
     return set(Path(tempfile.gettempdir()).glob("baton-engine-*"))
 
 
+# A request that no test sees the end of, however late what ends it comes: its steps take their time.
+LONG = "long"
+
+
+async def started():
+    """A new engine."""
+    engine = EngineClient(config())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_FAULTS", f"engine.step:delay=0.05,request_key={LONG}*")
+        await engine.start(START_S)
+    return engine
+
+
 # One engine serves all tests that leave it alive.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client():
-    engine = EngineClient(config())
-    await engine.start(START_S)
+    engine = await started()
     yield engine
-    await engine.stop(5.0)
+    await engine.stop(START_S)
 
 
 async def test_engine_when_it_serves_then_outputs_come_in_order_and_nothing_is_on_disk(client):
@@ -131,15 +144,12 @@ async def test_step_when_its_output_is_awaited_then_the_reader_has_it_before_the
 
 
 async def test_stop_when_requests_are_open_then_they_end_with_draining_and_the_process_is_gone():
-    engine = EngineClient(config())
-    await engine.start(START_S)
+    engine = await started()
     pid = engine.pid
-    stream = engine.submit(request("a#0.00000000", 400))
+    stream = engine.submit(request(f"{LONG}#0.00000000", 400))
     first = await anext(stream)
     assert first.tokens
-    began = time.monotonic()
-    await engine.stop(5.0)
-    assert time.monotonic() - began < 5.0, "it had to be killed"
+    await engine.stop(START_S)
     rest = await read(stream)
     assert rest[-1].error.code == ErrorCode.SERVER_DRAINING
     assert not alive(pid)
@@ -148,27 +158,25 @@ async def test_stop_when_requests_are_open_then_they_end_with_draining_and_the_p
     with pytest.raises(BatonError) as refusal:
         engine.submit(request("b#0.00000000"))
     assert refusal.value.code is ErrorCode.ENGINE_DEAD
-    await engine.stop(5.0)
+    await engine.stop(START_S)
 
 
 async def test_death_when_the_engine_is_killed_then_every_stream_fails_at_once():
-    client = EngineClient(config())
-    await client.start(START_S)
-    streams = [client.submit(request(f"r{i}#0.00000000", 400)) for i in range(3)]
+    client = await started()
+    streams = [client.submit(request(f"{LONG}{i}#0.00000000", 400)) for i in range(3)]
     for stream in streams:
         await anext(stream)
-    began = time.monotonic()
     os.kill(client.pid, signal.SIGKILL)
     for stream in streams:
         with pytest.raises(BatonError) as failure:
-            await read(stream)
+            async with asyncio.timeout(START_S):
+                await read(stream)
         assert failure.value.code is ErrorCode.ENGINE_DEAD
-    assert time.monotonic() - began < 5.0
     assert client.dead.is_set()
     assert client.death.metadata["exit_status"] == "-9"
     with pytest.raises(BatonError):
         client.submit(request("x#0.00000000"))
-    client.abort("r0#0.00000000")
+    client.abort(f"{LONG}0#0.00000000")
     assert client.open_requests == 0
     await client.stop(5.0)
 
@@ -190,9 +198,9 @@ async def test_signals_when_they_reach_the_engine_then_its_front_alone_decides(c
 
 
 async def test_abort_when_a_request_runs_then_its_stream_ends_with_the_cause(client):
-    stream = client.submit(request("a#0.00000000", 400))
+    stream = client.submit(request(f"{LONG}#0.00000000", 400))
     await anext(stream)
-    client.abort("a#0.00000000", ErrorCode.CANCELLED, "client")
+    client.abort(f"{LONG}#0.00000000", ErrorCode.CANCELLED, "client")
     outputs = await read(stream)
     assert outputs[-1].error.code == ErrorCode.CANCELLED
     await until(lambda: client.stats.ledgers[0].running == 0)

@@ -15,7 +15,7 @@ from engine.messages import ProfileNews, ProfileOrder
 from engine.profiling import StepProfiler, torch_profile
 from rpc.errors import ErrorCode
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Recorded:
@@ -60,8 +60,9 @@ class Bench:
         self._number += 1
         self.profiler.order(ProfileOrder(self._number, start))
         news = self.profiler.turn()
-        if not news:
+        while not news:
             assert self.woken.wait(WAIT_S)
+            self.woken.clear()
             news = self.profiler.turn()
         self.woken.clear()
         (found,) = news

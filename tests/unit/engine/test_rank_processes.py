@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from engine.client import EngineClient, EngineConfig
+from engine.rank_processes import FAILED, RankProcesses
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.tiny_models import tiny_model
 from tests.unit.rpc.waiting import until
@@ -23,7 +24,7 @@ def test_start_when_a_process_is_gone_before_it_has_its_configuration_then_its_e
     make = asyncio.create_subprocess_exec
 
     async def gone(*command: str, **options: Any) -> asyncio.subprocess.Process:
-        process = await make("/bin/false", **options)
+        process = await make("/bin/sh", "-c", "exit 3", **options)
         await process.wait()
         assert process.stdin is not None
         await until(process.stdin.is_closing)
@@ -35,7 +36,33 @@ def test_start_when_a_process_is_gone_before_it_has_its_configuration_then_its_e
             await EngineClient(config).start(LIMIT_S)
         assert failure.value.code is ErrorCode.ENGINE_DEAD
         assert "rank 0" in failure.value.message or size == 1
-        assert "status 1" in failure.value.message
+        assert "status 3" in failure.value.message
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", gone)
     uvloop.run(start())
+
+
+async def test_end_when_what_the_engine_said_before_it_is_read_later_then_that_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = asyncio.create_subprocess_exec
+    asked: list[int] = []
+    death: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+
+    async def failing(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        return await make("/bin/sh", "-c", "cat > /dev/null; exit 1", **options)
+
+    def last_words(status: int) -> bool:
+        asked.append(status)
+        if len(asked) == 3:
+            ranks.failed(0, BatonError(ErrorCode.INVALID_PARAMS, "what it said"))
+        return len(asked) == 3
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", failing)
+    ranks = RankProcesses(EngineConfig(role="decode", model="m"), on_death=death.set_result, last_words=last_words)
+    async with asyncio.timeout(LIMIT_S):
+        await ranks.start("ipc:///nowhere/in", "ipc:///nowhere/out", LIMIT_S)
+        cause = await death
+        await ranks.close()
+    assert (cause.code, cause.message) == (ErrorCode.INVALID_PARAMS, "what it said")
+    assert asked == [FAILED] * 3

@@ -145,7 +145,7 @@ def test_follower_when_it_dies_then_it_is_lost_at_once(peers: Callable[..., Peer
 
 
 def test_follower_when_it_is_stopped_then_it_is_lost_within_the_deadline(peers: Callable[..., Peers]) -> None:
-    cluster = peers(["echo"], timeout_s=SHORT_S)
+    cluster = peers(["echo"], timeout_s=SHORT_S, theirs_s=LIMIT_S)  # it misses nobody before it stands still
     cluster.hub.step(order())
     cluster.replies("tokens", 1)
     began = time.monotonic()
