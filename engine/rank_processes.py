@@ -221,7 +221,7 @@ class RankProcesses:
     async def _hear_out(self, status: int) -> None:
         """Rank 0 leaves once the kernel has its last message; the thread that moves messages here may read it later."""
         deadline = time.monotonic() + CAUSE_WAIT_S
-        while not self._last_words(status) and time.monotonic() < deadline:
+        while not self._last_words(status) and time.monotonic() < deadline:  # noqa: ASYNC110  # no event says so
             await asyncio.sleep(LOOK_S)
 
     def _consider(self) -> None:
