@@ -16,7 +16,7 @@ TEST_PACKAGES := prometheus:promtool iproute2:ip wget:wget
 # And the libraries that the client of Mooncake Store loads, as PACKAGE:FILE.
 TEST_LIBRARIES := libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnuma.so.1 liburing2:liburing.so.2
 
-.PHONY: setup protos model demo up test test-all test-gpu test-packages lint bench docs clean
+.PHONY: setup protos model demo up test test-all test-disturbed test-gpu test-packages lint bench docs clean
 
 setup: $(VENV)/.stamp protos
 
@@ -51,6 +51,12 @@ test: model test-packages
 # With the tests that are marked `extended` too
 test-all:
 	BATON_TESTS=all $(MAKE) test
+
+# Late calls and loops that stand still: tests that depend on who is faster fail. SEED chooses the delays.
+SEED ?= 1
+test-disturbed: setup
+	BATON_TESTS_DISTURBED=$(SEED) $(BIN)/python -m pytest $(addprefix tests/unit/,router rpc front cache_store engine) \
+		$(PYTEST_PARALLEL) $(PYTEST_ARGS)
 
 # What needs a GPU, and kernels on it; docs/cuda_graphs.md has more.
 test-gpu: setup

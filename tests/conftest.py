@@ -81,6 +81,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(config.stash[_turns].close)
     else:
         _keep_temporary_files_together(config)
+    if seed := os.environ.get("BATON_TESTS_DISTURBED"):
+        from tests.disturbance import disturb
+
+        disturb(seed)
 
 
 _PID = os.getpid()
