@@ -23,7 +23,7 @@ STALLS = 0.001  # share of the turns of a loop before which it stands still
 STALL_S = 0.4  # at most
 
 
-class LateCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc,type-arg]
+class LateCalls(grpc.aio.ServerInterceptor):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
