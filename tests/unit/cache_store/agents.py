@@ -61,6 +61,28 @@ def until(condition: Callable[[], T], what: str, timeout_s: float = WAIT_S) -> T
     return value
 
 
+class HeldClock:
+    """A clock of an agent that stands still until a test lets it run or moves it on: however slow the machine is, no
+    time limit passes unless the test wants it to. Limits are looked at again within a second."""
+
+    def __init__(self, *, running: bool = False) -> None:
+        self._reading = time.monotonic()
+        self._running_since = self._reading if running else None
+
+    def __call__(self) -> float:
+        since = self._running_since
+        return self._reading if since is None else self._reading + time.monotonic() - since
+
+    def move(self, seconds: float) -> None:
+        self._reading += seconds
+
+    def run(self) -> None:
+        self._running_since = time.monotonic()
+
+    def hold(self) -> None:
+        self._reading, self._running_since = self(), None
+
+
 class Node:
     """One agent, its memory, and everything it said."""
 

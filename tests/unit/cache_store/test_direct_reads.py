@@ -157,8 +157,10 @@ def test_direct_read_when_the_request_ends_before_the_copy_is_done_then_its_caus
 def test_direct_read_when_the_lease_expires_before_the_copy_is_done_then_the_load_fails() -> None:
     for prefill, decode in make_pair("threads", "ipc", lease_seconds=0.3):
         decode.gate.close()
-        prefill.stage(KEY, [5, 6])
+        prefill.admit(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
+        until(lambda prefill=prefill: prefill.agent.stats().readers == 1, "the load is open")  # type: ignore[misc]
+        prefill.compute(KEY, 2)
         ended = prefill.lease_ended()
         assert (ended.outcome, ended.cause) == ("expired", "never_released")
         decode.gate.open()

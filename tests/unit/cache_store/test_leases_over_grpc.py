@@ -14,11 +14,11 @@ from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.cache_store.agents import Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.agents import HeldClock, Node, assert_clean, key_of, nodes, settings, until
 
 KEY = key_of(1)
-SHORT = settings(lease_seconds=0.4)
-RENEWED = settings(lease_seconds=1.5)  # long enough for a renewal every third of it on a busy machine
+LEASE_S = 0.4
+SHORT = settings(lease_seconds=LEASE_S)
 
 
 @pytest.fixture(autouse=True)
@@ -28,25 +28,37 @@ def disarmed() -> Iterator[None]:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Node, Node]]:
-    with nodes(Node("prefill", SHORT, seed=1), Node("decode", SHORT, seed=2)) as (prefill, decode):
+def clock() -> HeldClock:
+    """By which leases end."""
+    return HeldClock()
+
+
+@pytest.fixture
+def pair(clock: HeldClock) -> Iterator[tuple[Node, Node]]:
+    with nodes(Node("prefill", SHORT, seed=1, clock=clock), Node("decode", SHORT, seed=2)) as (prefill, decode):
         yield prefill, decode
         faults.disarm()
         assert_clean(prefill, decode)
 
 
-@pytest.fixture
-def renewing() -> Iterator[tuple[Node, Node]]:
-    with nodes(Node("prefill", RENEWED, seed=1), Node("decode", RENEWED, seed=2)) as (prefill, decode):
-        yield prefill, decode
-        assert_clean(prefill, decode)
+def is_computed(prefill: Node) -> bool:
+    """Whether KV is staged, so that the clock of its lease runs."""
+    return "staged" in prefill.agent.stats().oldest_hold_seconds
+
+
+def begin_load(prefill: Node, decode: Node, source: list[int], target: list[int]) -> None:
+    """Its stream is open, and nothing is computed yet."""
+    prefill.admit(KEY, source)
+    decode.load(prefill.source, KEY, target)
+    until(lambda: prefill.agent.stats().readers == 1, "the load is open")
 
 
 @pytest.mark.serial
 def test_m1_lease_that_nobody_loads_expires_and_is_no_failed_transfer(
-    pair: tuple[Node, Node],
+    pair: tuple[Node, Node], clock: HeldClock
 ) -> None:
     prefill, decode = pair
+    clock.run()
     prefill.stage(KEY, [5])
     ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("expired", "never_loaded")
@@ -65,8 +77,8 @@ def test_k4_open_load_renews_its_lease_however_slow_it_is() -> None:
     """A lease of one second, a load throttled to three: it completes, under one and the same key."""
     with nodes(Node("prefill", settings(lease_seconds=1.0), seed=1), Node("decode", seed=2)) as (prefill, decode):
         faults.arm("cache_store.send_piece:delay=0.25")
-        prefill.stage(KEY, [5, 6, 7, 8])
-        decode.load(prefill.source, KEY, [1, 2, 3, 4])
+        begin_load(prefill, decode, [5, 6, 7, 8], [1, 2, 3, 4])
+        prefill.compute(KEY, 4)
         done = decode.load_done()
         assert done.seconds >= 3
         assert np.array_equal(decode.blocks([1, 2, 3, 4]), prefill.blocks([5, 6, 7, 8]))
@@ -76,11 +88,15 @@ def test_k4_open_load_renews_its_lease_however_slow_it_is() -> None:
         assert prefill.count("kv_lease_expirations_total") == 0
 
 
-def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(pair: tuple[Node, Node]) -> None:
+def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(
+    pair: tuple[Node, Node], clock: HeldClock
+) -> None:
     prefill, decode = pair
-    faults.arm("cache_store.renew:drop,side=prefill;cache_store.send_piece:delay=0.2")
-    prefill.stage(KEY, [5, 6, 7, 8])
-    decode.load(prefill.source, KEY, [1, 2, 3, 4])
+    faults.arm("cache_store.renew:drop,side=prefill;cache_store.send_piece:delay=1,layer=2,block=3")
+    begin_load(prefill, decode, [5, 6, 7, 8], [1, 2, 3, 4])
+    prefill.compute(KEY, 4)
+    until(lambda: decode.count("kv_transfer_pieces_total", result="ok") == 8, "two layers have come")
+    clock.move(LEASE_S)
     failed = decode.load_failed()
     assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED
     assert int(failed.error.metadata["delivered"]) + int(failed.error.metadata["missing"]) == 12
@@ -89,25 +105,27 @@ def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(pair: tu
     assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
 
 
-def test_queued_request_renews_its_lease_until_it_loads(renewing: tuple[Node, Node]) -> None:
-    prefill, decode = renewing
+def test_queued_request_renews_its_lease_until_it_loads(pair: tuple[Node, Node], clock: HeldClock) -> None:
+    prefill, decode = pair
+
+    def renewed() -> float:
+        return prefill.count("kv_lease_renewals_total", source="queued", result="ok")
+
     prefill.stage(KEY, [5])
     decode.agent.keep_alive(KEY, prefill.source)
-    with contextlib.suppress(AssertionError):
-        prefill.next_event(timeout_s=2.2)
+    for _ in range(4):  # of a lease each time nearly all passes
+        count = renewed()
+        until(lambda count=count: renewed() > count, "a renewal")  # type: ignore[misc]
+        clock.move(0.9 * LEASE_S)
     assert prefill.said == []
-    assert prefill.count("kv_lease_renewals_total", source="queued", result="ok") >= 3
     decode.load(prefill.source, KEY, [1])
     decode.load_done()
     assert prefill.lease_ended().outcome == "released"
-    renewals = prefill.count("kv_lease_renewals_total", source="queued")
-    with contextlib.suppress(AssertionError):
-        prefill.next_event(timeout_s=0.8)
-    assert prefill.count("kv_lease_renewals_total", source="queued") == renewals, "renewal goes on after the end"
+    until(lambda: not decode.agent._tasks, "nothing renews it after the end")
 
 
-def test_queued_request_before_its_prefill_tolerates_that_it_is_unknown(renewing: tuple[Node, Node]) -> None:
-    prefill, decode = renewing
+def test_queued_request_before_its_prefill_tolerates_that_it_is_unknown(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
     decode.agent.keep_alive(KEY, prefill.source)
     until(lambda: prefill.count("kv_lease_renewals_total", result="unknown") >= 1, "a renewal came too early")
     prefill.stage(KEY, [5])
@@ -117,8 +135,8 @@ def test_queued_request_before_its_prefill_tolerates_that_it_is_unknown(renewing
     assert decode.said == []
 
 
-def test_forget_leaves_the_kv_to_another_decode_server(renewing: tuple[Node, Node]) -> None:
-    prefill, decode = renewing
+def test_forget_leaves_the_kv_to_another_decode_server(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
     with nodes(Node("second", seed=3)) as (second,):
         prefill.stage(KEY, [5])
         decode.agent.keep_alive(KEY, prefill.source)
@@ -129,12 +147,13 @@ def test_forget_leaves_the_kv_to_another_decode_server(renewing: tuple[Node, Nod
         assert prefill.lease_ended().outcome == "released"
 
 
-def test_failed_load_that_is_not_repeated_expires_as_stalled(pair: tuple[Node, Node]) -> None:
+def test_failed_load_that_is_not_repeated_expires_as_stalled(pair: tuple[Node, Node], clock: HeldClock) -> None:
     prefill, decode = pair
     faults.arm("cache_store.send_piece:raise=8309")
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
     assert decode.load_failed().retriable_here
+    clock.move(LEASE_S)
     ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
 
@@ -149,7 +168,7 @@ def test_cancel_after_a_failed_load_releases_at_once() -> None:
         assert prefill.lease_ended().outcome == "aborted"
 
 
-def test_k3_events_in_any_order_and_twice_end_one_lease_once(pair: tuple[Node, Node]) -> None:
+def test_k3_events_in_any_order_and_twice_end_one_lease_once(pair: tuple[Node, Node], clock: HeldClock) -> None:
     prefill, _ = pair
     prefill.stage(KEY, [5])
     for _ in range(2):
@@ -158,6 +177,8 @@ def test_k3_events_in_any_order_and_twice_end_one_lease_once(pair: tuple[Node, N
         prefill.compute(KEY, 1)
     assert prefill.lease_ended().outcome == "aborted"
     prefill.stage(key_of(2), [5])
+    until(lambda: is_computed(prefill), "the second one is staged")
+    clock.move(LEASE_S)
     ended = prefill.lease_ended()
     assert ended.request_key == key_of(2)
 
@@ -245,8 +266,9 @@ def test_k9_lease_with_a_stuck_reader_is_ended_when_the_request_fails() -> None:
 
 def test_stalled_reader_expires_by_the_clock_and_frees_the_blocks() -> None:
     with nodes(large_node(BIG)) as (prefill,):
-        prefill.stage(KEY, list(range(SLOW_BLOCKS)))
+        prefill.admit(KEY, list(range(SLOW_BLOCKS)))
         with stuck_reader(prefill):
+            prefill.compute(KEY, SLOW_BLOCKS)
             ended = prefill.lease_ended()
             assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
         assert_clean(prefill)

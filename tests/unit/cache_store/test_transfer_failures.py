@@ -14,6 +14,7 @@ from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import (
     LAYOUT,
+    HeldClock,
     Node,
     assert_clean,
     key_of,
@@ -331,13 +332,14 @@ def test_admission_with_blocks_outside_the_pool_ends_at_once(pair: tuple[Node, N
 @pytest.mark.invariant("RPC-20")
 @pytest.mark.serial
 def test_load_limit_counts_from_running_not_from_the_queue() -> None:
-    limits = settings(load_progress_timeout_s=0.3)
-    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
+    limits, clock = settings(load_progress_timeout_s=0.3), HeldClock(running=True)
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2, clock=clock)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1, 2])
         until(lambda: prefill.agent.stats().parked == 1, "the load is parked")
         with contextlib.suppress(AssertionError):
             decode.next_event(timeout_s=0.9)  # three times the limit in P's queue
         assert decode.said == []
+        clock.hold()  # the rest may take as long as it likes
         prefill.stage(KEY, [5, 6])
         decode.load_done()
         prefill.lease_ended()
@@ -346,11 +348,13 @@ def test_load_limit_counts_from_running_not_from_the_queue() -> None:
 @pytest.mark.invariant("RPC-20")
 @pytest.mark.serial
 def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
-    limits = settings(load_progress_timeout_s=0.3)
-    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
+    limits, clock = settings(load_progress_timeout_s=0.3), HeldClock()
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2, clock=clock)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1, 2])
         prefill.admit(KEY, [5, 6])
         prefill.agent.publish(KEY, "full", 0, 2)
+        until(lambda: decode.count("kv_transfer_pieces_total", result="ok") == 2, "layer 0 has come")
+        clock.run()
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.LOAD_CACHE_TIMEOUT
         assert (failed.delivered, failed.missing) == (2, 4)
@@ -364,15 +368,16 @@ def test_stall_of_one_layer_beyond_the_limit_is_a_load_timeout() -> None:
 @pytest.mark.serial
 def test_load_survives_that_its_own_process_stood_still() -> None:
     """As under SIGSTOP or a long collection of garbage: what came meanwhile has only to be read."""
-    limits = settings(load_progress_timeout_s=0.5)
-    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
+    limits, clock = settings(load_progress_timeout_s=0.5), HeldClock()
+    with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2, clock=clock)) as (prefill, decode):
         decode.load(prefill.source, KEY, [1, 2])
         prefill.admit(KEY, [5, 6])
         prefill.agent.publish(KEY, "full", 0, 2)
-        until(lambda: np.array_equal(decode.memory["full"][0][[1, 2]], prefill.memory["full"][0][[5, 6]]), "layer 0")
+        until(lambda: decode.count("kv_transfer_pieces_total", result="ok") == 2, "layer 0 has come")
         with decode.held(), contextlib.suppress(AssertionError):
             prefill.compute(KEY, 2)
-            decode.next_event(timeout_s=1.0)
+            clock.move(1.0)
+            decode.next_event(timeout_s=0.6)  # and the timer of the limit is due as well
         decode.load_done()
         prefill.lease_ended()
 
