@@ -16,9 +16,12 @@ from tests.unit.engine.tiny_models import tiny_model
 MODEL = "llama"
 CHUNK = 32
 FLAGS = ("--block-size", "16", "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16", "--num-kv-blocks", "256")
-# A router that finds out soon about a server that is silent.
-ROUTER_FLAGS = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "0.5",
+# A router that finds out soon about a server that is back. One that is slow to answer, on a busy machine, is not
+# taken for dead.
+ROUTER_FLAGS = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "5",
                 "--health-failure-threshold", "2")  # fmt: skip
+# And one that finds out soon about a server that is silent.
+IMPATIENT_ROUTER_FLAGS = (*ROUTER_FLAGS, "--health-check-timeout-secs", "0.5")
 # Long prompts are computed, and answers generated, for a second or so: there is a middle of both.
 SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.05"}
 SLOW_DECODE = {"BATON_FAULTS": "engine.step:delay=0.02,kind=decode"}

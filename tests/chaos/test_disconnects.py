@@ -24,8 +24,8 @@ from tests.chaos.cases import (
     Case,
     assert_serves,
     cases,
-    wait_busy,
 )
+from tests.conformance.live_cluster import frozen
 from tests.extent import extent
 from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
@@ -91,6 +91,22 @@ def leave_http(address: str, case: Case, number: int, after_s: float) -> None:
                 break
 
 
+def leave_computing(cluster: Cluster, client: GenerationClient) -> None:
+    """A client that leaves while its prompt waits for the prefill server's engine."""
+    with frozen(cluster.prefill[0]):
+        generation = client.open(cases()[0].prompt, TOKENS, request_id="leaves-computing", salt="computing")
+        wait_for("its prompt", lambda: cluster.prefill[0].open_state("leaves-computing"), 30.0)
+        generation.cancel()
+        wait_for("the router to let go", lambda: cluster.router.page("/load")["inflight"] == 0, 30.0)
+
+
+def leave_reading(client: GenerationClient) -> None:
+    """A client that leaves in the middle of its answer."""
+    generation = client.open(cases()[1].prompt, TOKENS, request_id="leaves-reading", salt="reading")
+    generation.wait_tokens(3)
+    generation.cancel()
+
+
 def test_disconnect_when_clients_leave_at_random_moments_then_nothing_stays_and_the_cluster_serves(
     cluster: Cluster,
 ) -> None:
@@ -106,6 +122,9 @@ def test_disconnect_when_clients_leave_at_random_moments_then_nothing_stays_and_
                 left.append(pool.submit(leave_http, cluster.router.http, case, number, after_s))
         for future in left:
             future.result(timeout=60)
+        leave_reading(client)  # whatever the moments above have met
+        wait_for("the end of everything that was left open", lambda: nothing_open(cluster), 5.0)
+        leave_computing(cluster, client)
     wait_for("the end of everything that was left open", lambda: nothing_open(cluster), 5.0)
     cluster.assert_clean_ledgers(5.0)
     # They left in all stages: while the prompt was computed, and while the answer came.
@@ -144,8 +163,9 @@ def test_abort_when_the_prompt_is_being_computed_then_both_servers_let_go(cluste
     prefill = cluster.prefill[0]
     with GenerationClient(cluster.router.grpc) as client:
         # Several at once, so that some compute, some wait, and all have blocks reserved for them.
-        opened = [client.open(case.prompt, TOKENS, salt="computing") for case in cases()]
-        wait_busy([prefill])
+        with frozen(prefill):
+            opened = [client.open(case.prompt, TOKENS, salt="aborted") for case in cases()]
+            wait_for("all of them on P", lambda: len(prefill.requests()["open"]) == len(opened), 30.0)
         found = [abort(cluster, generation.request_id) for generation in opened]
         assert found == [True] * len(opened)
         for generation in opened:

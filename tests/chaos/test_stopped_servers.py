@@ -13,8 +13,8 @@ import pytest
 from rpc.errors import ErrorCode
 from tests.chaos.cases import (
     FLAGS,
+    IMPATIENT_ROUTER_FLAGS,
     MODEL,
-    ROUTER_FLAGS,
     SLOW_DECODE,
     TOKENS,
     assert_serves,
@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
     cases()
     with Cluster(
         1, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS,
-        router_flags=[*ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "1.5"],
+        router_flags=[*IMPATIENT_ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "1.5"],
         prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
     ) as running:  # fmt: skip
         yield running
