@@ -33,6 +33,7 @@ from rpc.log_sinks import RotatingFile
 THREADS = (1, 8, 64)
 LINES = 200_000
 FILE_BYTES = 1 << 40  # never rotated here
+BEGUN = 1000  # lines after which a process that logs is under load
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = {
     "api": "chat", "model": "SmolLM2-135M-Instruct", "stream": True, "path": "pd", "attempts": 1,
@@ -149,6 +150,8 @@ def log_until_sigterm(path: str) -> None:
     workers = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for worker in workers:
         worker.start()
+    while sum(counts) < BEGUN:
+        time.sleep(0.001)
     print("ready", flush=True)
     while not stop.wait(0.5):
         pass

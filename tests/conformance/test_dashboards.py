@@ -26,7 +26,7 @@ from tests.conformance import mixed_requests
 from tests.conformance.mixed_requests import CHAT, Mixed, Seen, tally
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
-from tests.unit.deploy.prometheus import Prometheus, empty_panels, needs_prometheus
+from tests.unit.deploy.prometheus import Prometheus, needs_prometheus
 from tests.unit.deploy.promql import mistakes
 from tests.unit.deploy.series import RULE_FILES, Labels, recorded, rules
 from tests.unit.engine.tiny_models import tiny_model
@@ -317,7 +317,7 @@ def test_panels_when_requests_of_all_kinds_were_served_then_each_shows_them(prom
     quiet = {f"{board}: {title}" for panels in QUIET.values() for board, title in panels}
     known = {f"{board.name}: {panel.title}" for board in BOARDS for panel in board.panels()}
     assert quiet <= known
-    assert set(empty_panels(prometheus, "2m")) <= quiet
+    prometheus.wait_panels("2m", quiet)
 
 
 @needs_prometheus

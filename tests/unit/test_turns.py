@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.conftest import Turns
 from tests.integration.cluster import wait_for
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def gate_is_closed(folder: Path) -> bool:

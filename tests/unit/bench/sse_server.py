@@ -92,7 +92,7 @@ class SseServer:
     async def _answer(self, writer: asyncio.StreamWriter) -> None:
         if self.open_now >= self.together:
             self._enough.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._enough.wait()
         writer.write(f"HTTP/1.1 {self.status}\r\nconnection: close\r\n\r\n".encode())
         for piece in self.pieces:
@@ -109,10 +109,10 @@ def in_thread(server: SseServer) -> Iterator[SseServer]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(60)
         yield server
-        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.access_log import main, measure_emit, measure_sigterm
+from bench.access_log import BEGUN, main, measure_emit, measure_sigterm
 
 
 def test_emit_when_measured_then_a_full_queue_drops_nearly_all_and_one_with_room_none() -> None:
@@ -16,7 +16,7 @@ def test_emit_when_measured_then_a_full_queue_drops_nearly_all_and_one_with_room
 
 def test_sigterm_when_a_process_logs_on_many_threads_then_every_line_is_in_the_file_or_counted() -> None:
     counts = measure_sigterm(after_s=0.2)
-    assert counts["handed_over"] > 100
+    assert counts["handed_over"] >= BEGUN
     assert counts["in_file"] > 0
     assert counts["lost"] == 0
 

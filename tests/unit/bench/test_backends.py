@@ -36,7 +36,7 @@ class PacedClock:
         return self._last
 
     async def next_piece(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._read.acquire()
 
 

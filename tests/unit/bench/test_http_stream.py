@@ -41,7 +41,7 @@ async def serving(answers: Sequence[bytes], *, close: bool = False) -> AsyncIter
 
 
 async def body_of(pool: HttpPool) -> bytes:
-    async with asyncio.timeout(10), pool.post("/x", b"{}") as answer:
+    async with asyncio.timeout(60), pool.post("/x", b"{}") as answer:
         assert await answer.wait_status() == 200
         return b"".join([piece async for _, piece in answer.pieces()])
 
@@ -94,7 +94,7 @@ async def test_post_when_left_early_then_the_connection_is_dropped() -> None:
     async with serving([HEAD + b"1\r\na\r\n"]) as (url, served):
         pool = HttpPool(url, {}, time.monotonic)
         for _ in range(2):
-            async with asyncio.timeout(10), pool.post("/x", b"{}") as answer:
+            async with asyncio.timeout(60), pool.post("/x", b"{}") as answer:
                 assert await answer.wait_status() == 200
     assert served == [1, 1]
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -147,6 +147,18 @@ class Prometheus:
             self._until("recorded series", lambda: not missing())
         except TimeoutError as error:
             raise TimeoutError(f"{error}\nwithout a value: {missing()}") from None
+
+    def wait_panels(self, window: str, quiet: Collection[str] = ()) -> None:
+        """Until every panel but `quiet` ones (`board: panel`) shows something: after a scrape that a busy machine made
+        too late, nothing of that process is shown before the next one."""
+
+        def empty() -> list[str]:
+            return [name for name in empty_panels(self, window) if name not in quiet]
+
+        try:
+            self._until("something in every panel", lambda: not empty())
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\nempty: {empty()}") from None
 
     def active(self, *names: str) -> set[tuple[str, str]]:
         """Name and instance of the alerts, among `names`, whose condition holds, whether for long enough or not."""

@@ -122,6 +122,7 @@ class RankServer:
         block_size: int = BLOCK_SIZE,
         pool_blocks: int = POOL_BLOCKS,
         node: type[RankNode] | type[HostRankNode] = RankNode,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tp, self.heads, self.block_size = tp, heads, block_size
         self.news = threading.Condition()
@@ -136,6 +137,7 @@ class RankServer:
                 seed=seed + rank,
                 tp_size=tp,
                 rank=rank,
+                clock=clock,
             )
             for rank, (start, stop) in enumerate(ranges)
         ]

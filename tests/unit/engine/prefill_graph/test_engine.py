@@ -310,7 +310,7 @@ def test_stop_when_called_twice_while_a_replay_is_prepared_then_the_step_ends_be
         def held(batch, bucket):
             prepare(batch, bucket)
             preparing.set()
-            assert go.wait(10)
+            assert go.wait(60)
 
         monkeypatch.setattr(graphs, "prepare_replay", held)
         monkeypatch.setattr(graphs, "replay", lambda: (order.append("replay"), replay())[1])
@@ -318,12 +318,12 @@ def test_stop_when_called_twice_while_a_replay_is_prepared_then_the_step_ends_be
         engine.add("a", prompt(16, 1), max_tokens=4)
         thread = threading.Thread(target=loop.run)
         thread.start()
-        assert preparing.wait(10)
+        assert preparing.wait(60)
         assert not loop.stop(0.05)  # it waits for the step, which is held
         go.set()
-        assert loop.stop(10)
-        assert loop.stop(10)
-        thread.join(10)
+        assert loop.stop(60)
+        assert loop.stop(60)
+        thread.join(60)
         assert not thread.is_alive()
         assert order == ["replay", "release"]
         assert engine.core.kv.ledgers()[0].reserved == 1
@@ -336,8 +336,8 @@ def test_stop_when_the_loop_is_idle_then_it_ends_at_once():
         loop = loop_of(stack, engine)
         thread = threading.Thread(target=loop.run)
         thread.start()
-        assert loop.stop(10)
-        thread.join(10)
+        assert loop.stop(60)
+        thread.join(60)
         assert not thread.is_alive()
         assert loop.stop(0)
 

@@ -190,14 +190,16 @@ def test_count_when_64_are_named_then_they_pass_and_65_fail_with_both_numbers(fo
 def test_count_when_a_range_is_long_then_it_fails_at_once_and_is_never_built(text, count):
     tracemalloc.start()
     try:
-        began = time.thread_time()
-        with pytest.raises(CaptureConfigError, match=str(count)):
-            sizes(text)
-        seconds = time.thread_time() - began
+        seconds = []
+        for _ in range(3):  # the collector may come once
+            began = time.thread_time()
+            with pytest.raises(CaptureConfigError, match=str(count)):
+                sizes(text)
+            seconds.append(time.thread_time() - began)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert seconds < 0.010
+    assert min(seconds) < 0.010, seconds
     assert peak < 64 << 10
 
 

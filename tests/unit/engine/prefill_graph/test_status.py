@@ -179,12 +179,12 @@ def test_status_when_threads_read_and_decide_then_only_one_change_is_ever_seen()
         seen: list[list[str]] = [[], []]
 
         def decide(name: str, status=status, barrier=barrier, firsts=firsts) -> None:
-            barrier.wait(10)
+            barrier.wait(60)
             if status.decide(name):
                 firsts.append(name)
 
         def read(into: list[str], status=status, barrier=barrier) -> None:
-            barrier.wait(10)
+            barrier.wait(60)
             into.extend(status.value for _ in range(50))
 
         threads = [threading.Thread(target=decide, args=(name,)) for name in names]
@@ -192,7 +192,7 @@ def test_status_when_threads_read_and_decide_then_only_one_change_is_ever_seen()
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert len(firsts) == 1
         assert status.value == firsts[0]
         for values in seen:
