@@ -32,8 +32,9 @@ from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 
 AHEAD = 4  # events of one load that have a slot
-# The peer's own cause, which says more than the end of its socket does, is on its way by the stream.
-GRACE_S = 0.25
+# The peer's own cause, which says more than the end of its socket does, is on its way by the stream. It ends its socket
+# first, and may be held up before it says why; one that has gone ends the stream at once as well.
+GRACE_S = 2.0
 
 _log = logging.getLogger(__name__)
 

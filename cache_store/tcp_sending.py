@@ -43,7 +43,7 @@ VIEWED_BYTES = 64 << 20
 INLINE_BYTES = 64 * 1024  # so much is gathered on the loop
 GATHERED_ROW_BYTES = 2048  # rows that are smaller are gathered: a system call takes few views
 # The word of the peer itself, that it has given up or that the lease has ended, is on its way by the stream.
-GRACE_S = 1.0
+GRACE_S = 3.0
 
 
 @dataclass(eq=False)

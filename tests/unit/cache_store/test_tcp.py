@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from cache_store import tcp_landing
 from cache_store.agent import GroupLayout
 from cache_store.data_connection import SUM_BYTES, TOKEN_BYTES, greeting
 from cache_store.data_listener import NO_ROOM_PAUSE_S
@@ -305,7 +306,10 @@ def test_load_when_it_is_large_then_every_byte_is_there_whatever_is_checked(node
 
 
 @pytest.mark.parametrize("how", ["cut", "half closed"])
-def test_connection_when_it_ends_in_the_middle_of_a_block_then_the_load_fails_and_its_reload_works(how: str) -> None:
+def test_connection_when_it_ends_in_the_middle_of_a_block_then_the_load_fails_and_its_reload_works(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_landing, "GRACE_S", 0.1)
     with pair() as (prefill, decode), between(prefill, allowed=LAYOUT.block_bytes + 100) as middle:
         prefill.stage(KEY, [5, 6])
         decode.load(prefill.source, KEY, [1, 2])
