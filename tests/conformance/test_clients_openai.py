@@ -351,9 +351,12 @@ def test_errors_when_an_id_is_in_use_or_aborted_then_they_are_conflict_and_499(
 ) -> None:
     headers = {"X-Request-Id": "client-twice"}
     options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "extra_headers": headers}
-    with client.completions.create(stream=True, max_tokens=LONG, **GREEDY, **options) as stream:
+    with (
+        frozen(live.d),  # only the first token, of the prefill server, comes
+        client.completions.create(stream=True, max_tokens=LONG, **GREEDY, **options) as stream,
+    ):
         next(iter(stream))
-        with frozen(live.d), pytest.raises(openai.ConflictError) as conflict:
+        with pytest.raises(openai.ConflictError) as conflict:
             client.completions.create(**options)
         assert (conflict.value.code, conflict.value.param) == ("DUPLICATE_REQUEST", "request_id")
     wait_for("the end of the first", lambda: live.http.get("/load").json()["inflight"] == 0, 5.0)
@@ -454,18 +457,19 @@ def test_answer_when_its_client_runs_out_of_patience_then_every_leg_ends(live: L
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(
                 model=MODEL, prompt=PROMPT, max_tokens=LONG, extra_headers={"X-Request-Id": "left-early"},
-                timeout=httpx.Timeout(20, read=0.15), **GREEDY,
+                timeout=httpx.Timeout(20, read=2.0), **GREEDY,  # by then the servers have it
             )  # fmt: skip
         departures.counted()  # else the decode server may have the whole answer before the router has noticed
     departures.check("left-early", 0)
 
 
 def test_stream_when_aborted_by_its_id_then_the_client_gets_what_there_is(live: Live, client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model=MODEL, prompt=PROMPT, stream=True, max_tokens=LONG, extra_headers={"X-Request-Id": "cut-off"}, **GREEDY
-    )
-    chunks = [next(stream)]
-    with frozen(live.d):
+    with frozen(live.d):  # else it may have the whole answer before the abort
+        stream = client.completions.create(
+            model=MODEL, prompt=PROMPT, stream=True, max_tokens=LONG, extra_headers={"X-Request-Id": "cut-off"},
+            **GREEDY,
+        )  # fmt: skip
+        chunks = [next(stream)]
         assert live.http.post("/abort_request", json={"request_id": "cut-off"}).json()["found"] is True
     chunks += stream
     assert chunks[-1].choices[0].finish_reason == "abort"

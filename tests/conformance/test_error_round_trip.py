@@ -23,6 +23,7 @@ from tests.conformance.refusals import Refusal, documented
 from tests.extent import extent
 from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient, request_of
+from tests.standstill import standing_still
 from tests.unit.engine.tiny_models import tiny_model
 
 CODES = [code for code in ErrorCode if code is not ErrorCode.NONE_ERROR]
@@ -52,9 +53,8 @@ def faults() -> str:
     ]
     # The decode leg fails first: once the first token is out, a stream has its status.
     late = "engine.stage:raise=EXECUTION_EXCEPTION,stage=generate,request_key=late-*"
-    delays = ["prefill.answer:delay=1,request_key=d-*", "prefill.answer:delay=0.03,request_key=c-*"]
-    barrier = "cache_store.load_start:delay=1,key=barrier-*"
-    return ";".join([*raises, late, barrier, *delays])
+    delays = ["prefill.answer:delay=4,request_key=d-*", "prefill.answer:delay=0.03,request_key=c-*"]
+    return ";".join([*raises, late, *delays])
 
 
 @pytest.fixture(scope="module")
@@ -259,12 +259,14 @@ def test_gauges_when_loads_stand_at_a_barrier_then_they_count_each_of_them_and_f
 ) -> None:
     decode = cluster.decode[0]
     method = "baton.v1.Decode/Decode"
-    opened = [client.open([5, 6, 7, number], 2, request_id=f"barrier-{number}") for number in range(6)]
+    assert client.generate([5, 6, 7, 8], 2).finish_reason == "length"  # the cache stores know each other
 
     def counts() -> tuple[float | None, float | None]:
         return decode.metric("baton_num_requests_loading"), decode.metric("baton_rpc_inflight", method=method)
 
-    wait_for("six loads at the barrier", lambda: counts() == (6.0, 6.0), 10.0)
+    with standing_still(cluster.prefill[0].engine_pid):
+        opened = [client.open([5, 6, 7, number], 2, request_id=f"barrier-{number}") for number in range(6)]
+        wait_for("six loads that nobody answers", lambda: counts() == (6.0, 6.0), 10.0)
     for generation in opened:
         assert len(generation.answer().token_ids) == 2
     wait_for("nothing in flight", lambda: counts() == (0.0, 0.0), 5.0)

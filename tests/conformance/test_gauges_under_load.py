@@ -108,7 +108,7 @@ def test_3_gauges_when_loads_are_held_then_they_count_them_and_are_0_after(live:
     """The decode server's loads are open and wait for prompts that nobody computes."""
     wait_for("an idle cluster", lambda: idle(live), LIMIT_S, poll_s=0.05)
     with barrier(live):
-        calls = start(live, how, timeout_s=4.0 if how == "deadline" else 30.0)
+        calls = start(live, how, timeout_s=6.0 if how == "deadline" else 30.0)
         held = {"baton.v1.Decode/Decode": HELD, "baton_num_requests_loading": HELD, "baton_kv_transfer_inflight": HELD}
         wait_for(f"{HELD} loads", lambda: gauges(live.d) == held, LIMIT_S, poll_s=0.05)
         # An engine without steps tells its figures once a second.
