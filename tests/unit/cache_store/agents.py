@@ -111,6 +111,7 @@ class Node:
         }
         self.pool = pool or HostKvPool(self.layouts, self.memory)
         self.identity = AgentIdentity(engine_id, model, layouts[0].dtype, self.layouts, tp_size, rank)
+        self.clock = clock
         self._changed = threading.Condition()
         self.said: list[AgentEvent] = []
         self.counters: dict[tuple[str, ...], float] = {}

@@ -165,7 +165,7 @@ Pair = tuple[StagedNode, StagedNode]
 
 def make_pair(engine: str, transport: str, **more: Any) -> Iterator[Pair]:
     """A prefill and a decode node; at its end nothing is held, and every slot is free."""
-    chosen = settings(transport=transport, **more)
+    chosen = settings(transport=transport, **{"load_progress_timeout_s": 60.0, **more})  # copies are held up
     with nodes(
         StagedNode("prefill", chosen, engine=engine, seed=1), StagedNode("decode", chosen, engine=engine, seed=2)
     ) as (prefill, decode):

@@ -12,14 +12,14 @@ import pytest
 from cache_store.events import LoadDone, LoadFailed
 from rpc import fault_points, faults
 from rpc.errors import ErrorCode
-from tests.unit.cache_store.agents import Node, assert_clean, key_of, nodes, settings
+from tests.unit.cache_store.agents import HeldClock, Node, assert_clean, key_of, nodes, settings
 from tests.unit.cache_store.shared import SharedNode
 
 KEY = key_of(1)
 OURS, THEIRS = [1, 2, 3, 4], [5, 6, 7, 8]
 RIGHT = "right"
-# No sign of the prefill and no new block are waited for this long.
-BRIEF = {"publish_timeout_s": 1.0, "load_progress_timeout_s": 1.0, "lease_seconds": 1.5}
+# No sign of the prefill and no new block are waited for this long. Leases end by a clock that stands still.
+BRIEF = {"publish_timeout_s": 3.0, "load_progress_timeout_s": 3.0, "lease_seconds": 0.9}
 KINDS = ("started", "running", "pieces", "computed", "done")
 _E = ErrorCode
 # What a load may end with when an event is lost or comes twice: the reader takes nothing on trust.
@@ -75,16 +75,26 @@ def transport(request: pytest.FixtureRequest) -> str:
 @contextlib.contextmanager
 def strangers(transport: str) -> Iterator[tuple[Node, Node]]:
     """A pair that has not shaken hands."""
-    chosen = settings(transport=transport, **BRIEF)
-    with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
+    chosen, clock = settings(transport=transport, **BRIEF), HeldClock()
+    made = SharedNode("prefill", chosen, seed=1, clock=clock), SharedNode("decode", chosen, seed=2)
+    with nodes(*made) as (prefill, decode):
         yield prefill, decode
+
+
+def lease_ended(prefill: Node) -> None:
+    """By a release or, in a moment, by the clock."""
+    clock = prefill.clock
+    assert isinstance(clock, HeldClock)
+    clock.run()
+    prefill.lease_ended()
+    clock.hold()
 
 
 @pytest.fixture(scope="module")
 def pair(transport: str) -> Iterator[tuple[Node, Node]]:
     with strangers(transport) as both:
         assert load(*both, KEY) == RIGHT
-        both[0].lease_ended()
+        lease_ended(both[0])
         yield both
 
 
@@ -111,7 +121,7 @@ def test_load_when_a_point_is_hit_then_it_ends_right_or_typed_and_the_pair_goes_
         point = fault.partition(":")[0]
         faults.arm(fault)
         ended = load(prefill, decode, f"{fault_key(fault)}#0.00000001")
-        prefill.lease_ended()  # by a release, or by the clock
+        lease_ended(prefill)
         hit = faults.fired(point)
         faults.disarm()
         if transport == "ipc" and point == "cache_store.piece_bytes":
@@ -120,7 +130,7 @@ def test_load_when_a_point_is_hit_then_it_ends_right_or_typed_and_the_pair_goes_
             assert ended in CASES[fault]
             assert hit > 0 or "renew" in point  # where nobody waits, nothing is renewed
         assert load(prefill, decode, f"{fault_key(fault)}#0.00000002") == RIGHT
-        prefill.lease_ended()
+        lease_ended(prefill)
         assert_clean(prefill, decode)
 
 

@@ -64,7 +64,7 @@ def test_k1_peer_killed_in_mid_load_ends_it_soon_and_nothing_more_is_needed_from
         subprocess.Popen(
             [sys.executable, "-c", PREFILL_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process,
-        nodes(Node("decode", settings(connect_timeout_s=1), seed=2)) as (decode,),
+        nodes(Node("decode", settings(connect_timeout_s=3), seed=2)) as (decode,),
     ):
         try:
             assert process.stdout is not None
