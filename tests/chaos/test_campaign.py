@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,12 @@ def test_campaign_when_it_is_ended_in_the_background_of_a_script_then_nothing_of
             campaign.kill()
     assert campaign.returncode == 130
     own = str(tmp_path).encode()  # the model that its servers were told to serve lies there
-    left = [file.parent.name for file in Path("/proc").glob("[0-9]*/cmdline") if own in _content(file)]
-    assert left == []
+    wait_for("the end of its processes", lambda: not any(own in each for each in map(_content, _commands())), 10.0)
     assert not list(tmp_path.glob("baton-chaos-*"))
+
+
+def _commands() -> Iterator[Path]:
+    return Path("/proc").glob("[0-9]*/cmdline")
 
 
 def _content(file: Path) -> bytes:

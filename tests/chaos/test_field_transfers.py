@@ -7,6 +7,7 @@ is answered right.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -38,7 +39,7 @@ POOL = 64
 LAYERS = 3
 BLOCK_BYTES = 2 * 2 * BLOCK * 16 * 4  # K and V, heads, tokens, head_dim, float32
 LONGEST_ON_P = 256  # of the 512 tokens that the model, the router and the decode server allow
-PUBLISH_LIMIT_S = 1.5
+PUBLISH_LIMIT_S = 2.5
 LIMIT_S = 5.0
 TOKENS = 4
 
@@ -252,7 +253,7 @@ def test_k10_client_leaves_between_prefill_and_first_token_then_p_holds_nothing_
         threading.Event().wait(numbers.uniform(0.0, 0.1))
         assert staged(prefill) > 0, "the KV is held for the load"
         generation.cancel()
-        wait_for("no staged block on P", lambda: staged(prefill) == 0, 2.0)
+        wait_for("no staged block on P", lambda: staged(prefill) == 0, LIMIT_S)
 
 
 def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster, client: GenerationClient) -> None:
@@ -318,8 +319,14 @@ def test_k6_loads_when_every_second_one_fails_then_nothing_they_took_is_missing_
     found = burst(cluster, "k6", count, at_once)
     assert found == {"length": count // 2, ErrorCode.LOAD_KV_CACHE_FAILED.name: count // 2}
     assert burst(cluster, "after", at_once, at_once) == {"length": at_once}
-    for name, number in descriptors(cluster).items():
-        assert number <= before[name] + 2, f"{name} had {before[name]} open files, and has {number}"
+
+    def grown() -> list[str]:
+        found = descriptors(cluster)
+        return [f"{name} had {count}, has {found[name]}" for name, count in before.items() if found[name] > count + 2]
+
+    with contextlib.suppress(TimeoutError):  # connections that are being closed
+        wait_for("no more open files", lambda: not grown(), LIMIT_S)
+    assert grown() == []
     for server in cluster.servers:
         wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], LIMIT_S)
         for state in ("running", "waiting"):
@@ -397,7 +404,7 @@ def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_
     assert error.stage == "publish"
     for request_id in ("h4-http", "h4-grpc"):
         assert p_of(cluster).finished(request_id)["code"] == 0, "the prompt was computed, and its answer sent"
-    cluster.assert_clean_ledgers(1.0)
+    cluster.assert_clean_ledgers()
 
 
 def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_and_says_whom_it_waited_for(
@@ -537,6 +544,6 @@ def test_k1_client_that_leaves_when_the_prefill_server_has_died_in_mid_load_then
         p_of(cluster).kill()
         for generation in opened:
             generation.cancel()
-        cluster.assert_clean_ledgers(2.0)
+        cluster.assert_clean_ledgers()
         cluster.restart(p_of(cluster))
         wait_workers_ready(cluster)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import httpx
@@ -11,16 +10,11 @@ import pytest
 from rpc.errors import BatonError, ErrorCode
 from tests.chaos.cases import FLAGS, MODEL, ROUTER_FLAGS, assert_serves, cases, wait_workers_ready
 from tests.extent import WHOLE
-from tests.integration.cluster import Cluster, wait_for
+from tests.integration.cluster import Cluster, free_port, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def refused(cluster: Cluster) -> ErrorCode:

@@ -12,9 +12,13 @@ requests, end of its log) is printed.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +46,8 @@ ROUTER_FLAGS = (
     "--access-log-flush-interval-seconds", "0.05",
 )  # fmt: skip
 
+FIRST_PORT = 12000
+
 T = TypeVar("T")
 
 
@@ -64,6 +70,29 @@ def process_exists(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+@functools.cache
+def _own_ports() -> Iterator[int]:
+    """Ports below those that the kernel gives to whoever asks for any, other ones in each worker of a test run."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    workers = 16
+    span = (low - FIRST_PORT) // workers
+    if span < 100:
+        raise RuntimeError(f"the kernel gives away all ports from {low} on; tests need some below that are their own")
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % workers
+    first, offset = FIRST_PORT + worker * span, random.SystemRandom().randrange(span)
+    return (first + (offset + number) % span for number in itertools.count())
+
+
+def free_port() -> int:
+    """One that nobody listens at, and that no other process is given meanwhile, as happens to those that are asked for
+    with port 0: also while the server that has it is started again."""
+    for port in itertools.islice(_own_ports(), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("a thousand ports are in use")
 
 
 class ServerProcess:
@@ -345,7 +374,11 @@ class Cluster:
     def _start_server(
         self, role: str, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> ServerProcess:
-        argv = ["--model", self.model, *SERVER_FLAGS, *self._flags[role], *flags]
+        # On these it can be started again. (Those of the cache stores of several ranks would have to be neighbours.)
+        ports = ["--port", str(free_port()), "--metrics-port", str(free_port())]
+        if "--tensor-parallel-size" not in (*self._flags[role], *flags):
+            ports += ["--cache-store-port", str(free_port())]
+        argv = ["--model", self.model, *SERVER_FLAGS, *ports, *self._flags[role], *flags]
         server = self._start(role, argv, {**self._env[role], **(env or {})})
         (self.prefill if role == "prefill" else self.decode).append(server)
         return server

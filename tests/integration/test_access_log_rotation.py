@@ -84,8 +84,14 @@ class Load:
 
 
 def entries(*files: Path, kind: str = "access") -> list[dict[str, Any]]:
-    """Every line must be a whole JSON object."""
-    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    """Every line must be a whole JSON object, but for one that is being written."""
+    lines = [
+        json.loads(line)
+        for file in files
+        if file.exists()
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
     return [line for line in lines if line["log"] == kind]
 
 
@@ -99,6 +105,7 @@ def test_sighup_when_files_are_rotated_under_load_then_each_request_has_one_line
             for server in cluster.servers:
                 os.kill(server.engine_pid, signal.SIGHUP)  # as `kill -HUP` of a whole group does
             for role, process in processes.items():
+                wait_for(f"a line in the file of {role}", lambda role=role: entries(logs / f"{role}.log"), 10)
                 (logs / f"{role}.log").rename(logs / f"{role}.{number}")
                 process.signal(signal.SIGHUP)
                 wait_for(f"the new file of {role}", (logs / f"{role}.log").exists, 10)
@@ -117,7 +124,12 @@ def test_sighup_when_files_are_rotated_under_load_then_each_request_has_one_line
         assert arrived == Counter(load.ok), role
         assert all(entries(file) for file in files), "each file has its share"
     for process in processes.values():
-        stats = (process.page("/server_info"))["access_log"]
+
+        def all_counted(process: ServerProcess = process) -> dict[str, Any] | None:
+            stats = dict(process.page("/server_info")["access_log"])
+            return stats if stats["written"] >= 2 * len(load.ok) else None
+
+        stats = wait_for("the count of what was written", all_counted, 10)
         assert stats["enqueued"] == stats["written"] == 2 * len(load.ok)
         assert (stats["dropped"], stats["write_errors"], stats["worker_restarts"]) == (0, 0, 0)
 

@@ -19,8 +19,9 @@ from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
 # A load that failed ends the request, so that its cause can be seen; by default D would compute the prompt itself.
 FAIL = ["--kv-load-failure-policy", "fail"]
 FLAGS = ["--served-model-name", MODEL, "--block-size", str(BLOCK), "--max-num-batched-tokens", "64"]
-# Every layer of a prefill batch takes this long, and every piece of a load: states last long enough to be met.
-SLOW = {"BATON_FAULTS": "engine.layer:delay=0.1"}
+# Every step of these requests' prefill takes this long: states last long enough to be met.
+SLOW = {"BATON_FAULTS": "engine.step:delay=0.3,kind=prefill,request_key=slow-*"}
+DECODE_BLOCKS = 28
 LIMIT_S = 5.0
 FORMAT, PARAMS = ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, ErrorCode.INVALID_PARAMS
 
@@ -33,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
         model=tiny_model("llama"),
         router=False,
         prefill_flags=FLAGS,
-        decode_flags=[*FLAGS, *FAIL],
+        decode_flags=[*FLAGS, *FAIL, "--num-kv-blocks", str(DECODE_BLOCKS)],
         prefill_env=SLOW,
         # What is ended while it generates has not come to its end by itself before.
         decode_env={"BATON_FAULTS": "engine.step:delay=0.02,request_key=gen-*"},
@@ -129,33 +130,29 @@ def test_decode_when_nobody_listens_at_the_source_then_it_is_8212_and_the_blocks
     assert typed(caught.value).code is ErrorCode.LOAD_KV_CACHE_FAILED
 
 
-def test_prompt_when_it_can_never_fit_the_pool_then_it_is_refused_for_good(cluster: Cluster) -> None:
-    small = cluster.start_decode(["--num-kv-blocks", "4"]).wait_ready()
-    try:
-        with Pair(cluster.prefill[0], small, MODEL) as both, pytest.raises(grpc.RpcError) as caught:
-            both.d.local(generate_input("huge", prompt_of(400), model=MODEL))
-        assert typed(caught.value).code is ErrorCode.EXCEEDS_KV_CACHE_MAX_LEN
-    finally:
-        small.terminate()
-        cluster.decode.remove(small)
+def test_prompt_when_it_can_never_fit_the_pool_then_it_is_refused_for_good(cluster: Cluster, pair: Pair) -> None:
+    assert cluster.decode[0].ledger()[0]["total"] == DECODE_BLOCKS
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.d.local(generate_input("huge", prompt_of((DECODE_BLOCKS + 1) * BLOCK), model=MODEL))
+    assert typed(caught.value).code is ErrorCode.EXCEEDS_KV_CACHE_MAX_LEN
 
 
 # -- cancels and aborts --------------------------------------------------------------------------------------
 
 
 def test_prefill_when_cancelled_while_it_computes_then_p_stops_and_records_8100(cluster: Cluster, pair: Pair) -> None:
-    request = generate_input("c-compute", prompt_of(400, salt=3), model=MODEL)
+    request = generate_input("slow-compute", prompt_of(400, salt=3), model=MODEL)
     call = pair.open_prefill(request)
     prefill = cluster.prefill[0]
     wait_for("the request on P", lambda: prefill.ledger()[0]["running"], LIMIT_S)
     call.cancel()
-    record = prefill.finished("c-compute")
+    record = prefill.finished("slow-compute")
     assert (record["code"], record["source"], record["abort_source"]) == (8100, "client_cancel", "client")
 
 
 def test_prefill_when_aborted_while_it_waits_in_the_queue_then_only_it_ends(cluster: Cluster, pair: Pair) -> None:
-    first = generate_input("q-first", prompt_of(300, salt=4), model=MODEL)
-    second = generate_input("q-second", prompt_of(300, salt=5), model=MODEL)
+    first = generate_input("slow-queue-1", prompt_of(300, salt=4), model=MODEL)
+    second = generate_input("slow-queue-2", prompt_of(300, salt=5), model=MODEL)
     calls = [pair.open_prefill(first), pair.open_prefill(second)]
     prefill = cluster.prefill[0]
     wait_for("both requests", lambda: len(prefill.requests()["open"]) == 2, LIMIT_S)
@@ -164,7 +161,7 @@ def test_prefill_when_aborted_while_it_waits_in_the_queue_then_only_it_ends(clus
     assert typed(error).code is ErrorCode.CONNECTION_RESET_BY_PEER
     assert calls[0].result(TIMEOUT_S).result.HasField("first_token")
     assert pair.p.abort(first.request_key)
-    assert prefill.finished("q-first")["kv"]["outcome"] == "aborted"
+    assert prefill.finished("slow-queue-1")["kv"]["outcome"] == "aborted"
 
 
 def test_prefill_when_aborted_while_its_kv_is_held_then_the_blocks_are_free_at_once(
@@ -191,7 +188,7 @@ def test_prefill_when_aborted_while_its_kv_is_held_then_the_blocks_are_free_at_o
 def test_decode_when_ended_while_it_loads_then_its_blocks_and_those_of_p_are_free(
     cluster: Cluster, pair: Pair, how: str
 ) -> None:
-    request = generate_input(f"load-{how}", prompt_of(300, salt=7), model=MODEL)
+    request = generate_input(f"slow-load-{how}", prompt_of(300, salt=7), model=MODEL)
     reader = pair.open_decode(request)
     answer = pair.open_prefill(request)
     reader.wait_for("reserved")
@@ -229,7 +226,7 @@ def test_decode_when_its_reservation_waits_and_p_never_gets_the_request_then_it_
     cluster: Cluster, pair: Pair
 ) -> None:
     request = generate_input("lonely", prompt_of(40, salt=9), model=MODEL)
-    reader = pair.open_decode(request, timeout=1.0)
+    reader = pair.open_decode(request, timeout=2.0)
     reader.wait_for("reserved")
     reader.wait_end(LIMIT_S)
     assert reader.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -241,11 +238,11 @@ def test_decode_when_its_reservation_waits_and_p_never_gets_the_request_then_it_
 def test_prefill_when_the_deadline_passes_while_it_computes_then_the_record_has_603(
     cluster: Cluster, pair: Pair
 ) -> None:
-    request = generate_input("slow", prompt_of(400, salt=10), model=MODEL)
+    request = generate_input("slow-late", prompt_of(400, salt=10), model=MODEL)
     with pytest.raises(grpc.RpcError) as caught:
-        pair.open_prefill(request, timeout=0.5).result(LIMIT_S)
+        pair.open_prefill(request, timeout=1.2).result(LIMIT_S)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert cluster.prefill[0].finished("slow")["code"] == 603
+    assert cluster.prefill[0].finished("slow-late")["code"] == 603
 
 
 def test_abort_when_it_comes_before_the_request_then_both_servers_refuse_the_request(pair: Pair) -> None:
@@ -261,7 +258,7 @@ def test_abort_when_it_comes_before_the_request_then_both_servers_refuse_the_req
 
 
 def test_request_when_its_key_is_open_on_both_servers_then_the_second_is_8607_and_the_first_goes_on(pair: Pair) -> None:
-    request = generate_input("twice", prompt_of(200, salt=12), model=MODEL, max_tokens=4)
+    request = generate_input("slow-twice", prompt_of(200, salt=12), model=MODEL, max_tokens=4)
     reader = pair.open_decode(request)
     answer = pair.open_prefill(request)
     reader.wait_for("reserved")

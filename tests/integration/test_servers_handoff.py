@@ -134,6 +134,7 @@ def test_metrics_when_a_request_was_served_then_each_role_shows_its_own_series_o
     assert decode.metric("baton_kv_transfer_bytes_total", direction="received") > 0
     assert prefill.metric("baton_kv_transfer_bytes_total", direction="sent") > 0
     assert prefill.metric("baton_kv_leases_active") == 0
+    cluster.assert_clean_ledgers()
     for server in (prefill, decode):
         assert server.metric("baton_ready") == 1
         assert server.metric("baton_engine_up", rank="0") == 1

@@ -20,9 +20,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import common_pb2, decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from rpc.errors import ErrorCode
 from tests.extent import extended
-from tests.integration.cluster import ROOT, SERVER_FLAGS, Cluster, ServerProcess, process_exists, wait_for
+from tests.integration.cluster import (
+    ROOT,
+    SERVER_FLAGS,
+    STOP_LIMIT_S,
+    Cluster,
+    ServerProcess,
+    free_port,
+    process_exists,
+    wait_for,
+)
 from tests.integration.test_servers_handoff import MODEL, prompt_of
 from tests.integration.wire_client import TIMEOUT_S, Client, EventReader, Pair, generate_input, statuses, typed
+from tests.standstill import standing_still
 from tests.unit.engine.tiny_models import tiny_model
 
 NAME = ["--served-model-name", MODEL]
@@ -34,15 +44,9 @@ LIMIT_S = 5.0
 SCHEDULING_S = 4.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def health_of(channel: grpc.Channel, service: str = "") -> int:
     stub = health_pb2_grpc.HealthStub(channel)
-    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0).status
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S).status
 
 
 def cpu_seconds(pid: int) -> float:
@@ -53,8 +57,9 @@ def cpu_seconds(pid: int) -> float:
 
 @pytest.fixture
 def alone() -> Iterator[Cluster]:
-    """A cluster of a decode server alone."""
-    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as running:
+    """A cluster of a decode server alone. The answer to `victim` takes many seconds."""
+    slow = {"BATON_FAULTS": "engine.step:delay=0.05,kind=decode,request_key=victim*"}
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME, decode_env=slow) as running:
         yield running
 
 
@@ -72,15 +77,19 @@ def local_stream(client: Client, request: common_pb2.GenerateInput) -> EventRead
 
 
 @pytest.mark.parametrize("module", [extended("prefill_server"), "decode_server"])
-def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seconds(module: str) -> None:
+def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_seconds(
+    module: str, tmp_path: Path
+) -> None:
     port, http = free_port(), free_port()
     folder = tiny_model("llama")
+    loading = tmp_path / "loading"  # as long as it is there
+    loading.touch()
     argv = [sys.executable, "-m", module, "--model", str(folder), *SERVER_FLAGS]
     argv += ["--port", str(port), "--metrics-port", str(http)]
     temporary = tempfile.TemporaryDirectory(prefix="baton-start-")  # a socket's path must be short
     process = subprocess.Popen(
         argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": temporary.name},
+        env={**os.environ, "TMPDIR": temporary.name, "BATON_FAULTS": f"engine.load:delay=100,while={loading}"},
     )  # fmt: skip
     try:
         # Its sockets stand there until the engine has begun.
@@ -88,17 +97,16 @@ def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_s
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             grpc.channel_ready_future(channel).result(10 * LIMIT_S)
             listening_s = cpu_seconds(process.pid)
-            # The engine imports torch and loads weights meanwhile, which takes longer than this.
             status = health_of(channel)
             worker = worker_pb2_grpc.WorkerStub(channel)
-            state = worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=1.0)
+            state = worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
             try:
-                worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=1.0)
+                worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
                 info_error = None
             except grpc.RpcError as error:
                 info_error = error
-            ready = httpx.get(f"http://127.0.0.1:{http}/ready", timeout=1.0)
-            live = httpx.get(f"http://127.0.0.1:{http}/live", timeout=1.0)
+            ready = httpx.get(f"http://127.0.0.1:{http}/ready", timeout=TIMEOUT_S)
+            live = httpx.get(f"http://127.0.0.1:{http}/live", timeout=TIMEOUT_S)
         assert listening_s < 2.0
         assert status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert state.state == worker_pb2.WORKER_STATE_STARTING
@@ -108,8 +116,9 @@ def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_s
         assert (ready.status_code, live.status_code) == (503, 200)
         assert ready.json()["reasons"]
     finally:
+        loading.unlink()
         process.terminate()
-        assert process.wait(LIMIT_S) == 0  # told to stop while loading
+        assert process.wait(STOP_LIMIT_S) == 0  # told to stop while loading
         assert list(Path(temporary.name).iterdir()) == []
         temporary.cleanup()
 
@@ -181,10 +190,11 @@ def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(
         assert next(watch).state == worker_pb2.WORKER_STATE_READY
         request = generate_input("stream", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
         reader = local_stream(client, request)
-        decode.signal(signal.SIGTERM)
-        assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING  # pushed, not polled
-        with pytest.raises(grpc.RpcError) as caught:
-            client.local(generate_input("late", prompt_of(5), model=MODEL))
+        with standing_still(decode.engine_pid):  # the stream does not end meanwhile
+            decode.signal(signal.SIGTERM)
+            assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING  # pushed, not polled
+            with pytest.raises(grpc.RpcError) as caught:
+                client.local(generate_input("late", prompt_of(5), model=MODEL))
         error = typed(caught.value)
         assert error.code is ErrorCode.SERVER_DRAINING
         assert error.retry_after_s is not None
@@ -297,10 +307,11 @@ def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_
 
 def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(decode: ServerProcess) -> None:
     with Client(decode, MODEL) as client:
+        engine = decode.engine_pid
         request = generate_input("victim", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
         reader = local_stream(client, request)
         began = time.monotonic()
-        os.kill(decode.engine_pid, signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         reader.wait_end(LIMIT_S)
         assert typed(reader.error).code is ErrorCode.ENGINE_DEAD
         assert decode.wait(LIMIT_S) == 1

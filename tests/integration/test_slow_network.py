@@ -26,6 +26,7 @@ LENGTHS = (400, 311, 352, 280)
 # Of the tiny model in float32: 3 layers of K and V, 2 heads of 16.
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4
 SLOW = Impairment(delay_s=0.005, bytes_per_s=1_500_000)
+NARROW = Impairment(delay_s=0.005, bytes_per_s=150_000)  # a load takes two seconds: there is a middle of it
 LIMIT_S = 30.0
 # What a client may see of a network that fails: never an unknown error, never silence.
 TYPED = {
@@ -113,7 +114,7 @@ class Network:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    flags = ("--kv-transport", "grpc", "--load-cache-timeout-ms", "1500")
+    flags = ("--kv-transport", "grpc", "--load-cache-timeout-ms", "2500")
     with Cluster(
         1, 1, model=tiny_model("llama"), router=False,
         # The proxy listens where the prefill server says that its cache store is: on another loopback address.
@@ -206,7 +207,7 @@ def test_network_when_nothing_listens_for_a_while_then_requests_end_soon_and_com
 def test_network_when_it_falls_silent_in_the_middle_then_the_load_is_given_up_in_time(network: Network) -> None:
     for turn in range(4):  # every bulk channel stands: none of them says that the other side is gone
         network.loaded(f"connected-{turn}")
-    network.proxy.impairment = SLOW
+    network.proxy.impairment = NARROW
     before = network.proxy.forwarded
     request = network.open(0, "silent")
     wait_for("the load to be on its way", lambda: network.proxy.forwarded > before + 30_000, LIMIT_S)
@@ -221,7 +222,7 @@ def test_network_when_it_falls_silent_in_the_middle_then_the_load_is_given_up_in
 
 
 def test_network_when_the_client_leaves_in_the_middle_of_a_slow_load_then_both_sides_let_go(network: Network) -> None:
-    network.proxy.impairment = SLOW
+    network.proxy.impairment = NARROW
     before = network.proxy.forwarded
     request = network.open(0, "left")
     wait_for("the load to be on its way", lambda: network.proxy.forwarded > before + 30_000, LIMIT_S)
