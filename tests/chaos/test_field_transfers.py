@@ -47,8 +47,8 @@ PREFILL_FAULTS = (
     "cache_store.send_piece:delay=60,layer=1,key=k1-*",
     "cache_store.send_piece:delay=10,layer=1,key=k10-*",
     "cache_store.send_piece:delay=0.9,layer=2,block=0,key=o3*",  # more than is asked for: P may be slow to sample
-    "cache_store.publish:delay=0.3,nth=3,key=h4-grpc*",
-    "cache_store.publish:delay=0.3,nth=3,key=h4-http*",
+    "cache_store.publish:delay=60,nth=3,key=h4-grpc*,while={held}",
+    "cache_store.publish:delay=60,nth=3,key=h4-http*,while={held}",
     "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=2,key=h4*",
     "cache_store.send_piece:delay=1.5,layer=2,block=0,key=o4-load*",
     "engine.layer:delay=0.003",
@@ -64,7 +64,13 @@ DECODE_FAULTS = (
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As long as this file is there, what is held by it stays so."""
+    return tmp_path_factory.mktemp("transfers") / "held"
+
+
+@pytest.fixture(scope="module")
+def cluster(held: Path) -> Iterator[Cluster]:
     sizes = ("--served-model-name", MODEL, "--block-size", str(BLOCK), "--num-kv-blocks", str(POOL),
              "--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--kv-checksum", "all",
              "--kv-lease-seconds", "300", "--log-level", "debug",
@@ -76,7 +82,8 @@ def cluster() -> Iterator[Cluster]:
         decode_flags=(*sizes, "--kv-load-failure-policy", "fail", "--no-allow-local-prefill"),
         router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--migration-limit", "0",
                       "--cb-failure-threshold", "10000"),
-        prefill_env={"BATON_FAULTS": ";".join(PREFILL_FAULTS)}, decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS)},
+        prefill_env={"BATON_FAULTS": ";".join(PREFILL_FAULTS).replace("{held}", str(held))},
+        decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS)},
     ) as running:  # fmt: skip
         yield running
 
@@ -389,16 +396,30 @@ def test_h2_address_when_it_leads_to_the_decode_server_itself_then_it_is_told_so
 
 
 def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_gets_its_code_and_stage(
-    cluster: Cluster, client: GenerationClient
+    cluster: Cluster, client: GenerationClient, held: Path
 ) -> None:
-    began = time.monotonic()
-    response = post(cluster, prompt_of(50, salt=4), "h4-http")
-    assert time.monotonic() - began < 4.0, "D found out by its own time limit"
+    prefill = p_of(cluster)
+    held.touch()
+    with ThreadPoolExecutor(1) as pool:
+        posted = pool.submit(post, cluster, prompt_of(50, salt=4), "h4-http")
+        opened = client.open(prompt_of(50, salt=5), TOKENS, request_id="h4-grpc")
+        try:
+            for request_id in ("h4-http", "h4-grpc"):  # nothing but the last layer is missing
+                wait_for(
+                    f"the answer to {request_id}",
+                    lambda key=request_id: prefill.open_state(key) in ("publish", "held"),
+                    LIMIT_S,
+                )
+        finally:
+            held.unlink()
+        began = time.monotonic()
+        response = posted.result(LIMIT_S)
+        opened.wait_end(LIMIT_S)
+        assert time.monotonic() - began < 4.0, "D found out by its own time limit"
     assert response.status_code == 502
     assert response.json()["error"]["baton_code"] == ErrorCode.LOAD_KV_CACHE_FAILED
-    with pytest.raises(BatonError) as caught:
-        client.generate(prompt_of(50, salt=5), TOKENS, request_id="h4-grpc")
-    error = caught.value
+    error = opened.error
+    assert error is not None
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.metadata["cause"] == ErrorCode.CACHE_STORE_STORE_FAILED.name
     assert error.stage == "publish"
