@@ -25,7 +25,7 @@ MODEL = "tiny"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATE = "/baton.v1.Generation/Generate"
 LIMIT_S = 60.0
-SOON_S = 1.0
+SOON_S = 3.0  # by then the router has the request, however slow the machine is
 # The first attempt of `refused` and `moved` fails, every one of `doomed`; `held` ones get no token, `midway` ones no
 # second one.
 PREFILL_FAULTS = (

@@ -26,6 +26,7 @@ from tests.conformance import mixed_requests
 from tests.conformance.mixed_requests import CHAT, Mixed, Seen, tally
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
+from tests.standstill import standing_still
 from tests.unit.deploy.prometheus import Prometheus, needs_prometheus
 from tests.unit.deploy.promql import mistakes
 from tests.unit.deploy.series import RULE_FILES, Labels, recorded, rules
@@ -267,11 +268,13 @@ QUIET = {
 
 
 def leave_in_the_middle(cluster: Cluster) -> None:
-    """A client that reads one event of a long answer."""
+    """A client that reads one event of a long answer, the first token, and is gone before there is another one."""
     body = {"model": MODEL, "prompt": prompt(5, 20), "max_tokens": 400, "stream": True, "ignore_eos": True}
     url = f"http://{cluster.router.http}{COMPLETIONS}"
-    with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
-        assert next(response.iter_lines()).startswith("data: ")
+    with standing_still(cluster.decode[0].engine_pid):
+        with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+        wait_for("the departure", lambda: cluster.router.page("/load")["inflight"] == 0, 10.0, poll_s=0.05)
 
 
 def load(pair: Pair, round_: int) -> None:
