@@ -50,13 +50,6 @@ from rpc.tracing import CallSpan, to_ns
 
 _log = logging.getLogger(__name__)
 
-# After the decode server finished: how long the prefill server's answer (its timings) is waited for.
-ANSWER_GRACE_S = 0.25
-# After a load failed because the prefill server did: how long its own word about it is waited for.
-CAUSE_GRACE_S = 0.5
-# After a first token that ends the request: how long the decode server has to end in order.
-FINISH_GRACE_S = 2.0
-
 # Causes of a failed load that are about reaching the prefill server or its data. Others are its own failures, which
 # its own leg reports.
 _TRANSFER_CAUSES = frozenset(range(8200, 8400)) | frozenset(
@@ -86,12 +79,20 @@ _PREFILL_CAUSES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """Seconds. `silence_s`: a leg that is silent for this long leads to a check of its server."""
+    """Seconds. `silence_s`: a leg that is silent for this long leads to a check of its server.
+
+    What is waited for at most: `answer_s`: after the decode server finished, the prefill server's answer (its timings);
+    `cause_s`: after a load failed because the prefill server did, its own word about it; `finish_s`: after a first
+    token that ends the request, the decode server's end in order.
+    """
 
     max_rpc_s: float | None = 7200.0
     reserve_s: float = 30.0
     inactivity_s: float = 60.0
     silence_s: float = 2.0
+    answer_s: float = 0.25
+    cause_s: float = 0.5
+    finish_s: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,8 @@ class Attempt:
         source = abort_source(cause) if cause is not None else "peer"
         code = cause.code if cause is not None else ErrorCode.CANCELLED
         prefill, decode = self._prefill, self._decode
+        # It may have died before its word that it has loaded reached the prefill server.
+        lost = decode is not None and decode.ended and not decode.ended_by_server
         for leg in (prefill, decode):
             self._end_leg_stage(leg)
         given_up: list[Leg] = []
@@ -217,7 +220,8 @@ class Attempt:
         if prefill is not None:
             prefill.leave()
             # Nobody but the router can end what is staged before the decode server has loaded it.
-            staged = prefill.answered and prefill.hold_kv and not (decode is not None and decode.loaded)
+            released = decode is not None and decode.loaded and not lost
+            staged = prefill.answered and prefill.hold_kv and not released
             if staged or not prefill.ended_by_server:
                 given_up.append(prefill)
         self._context.aborts.give_up(given_up, code, source)
@@ -363,7 +367,7 @@ class Attempt:
             if self._decode.ended:
                 self._out.append(self._early_end)
             else:
-                self._after(FINISH_GRACE_S)
+                self._after(self._context.limits.finish_s)
 
     def _decode_event(self, event: decode_pb2.DecodeEvent) -> None:
         leg = self._decode
@@ -403,7 +407,7 @@ class Attempt:
             self._out.append(end)
         else:
             self._late_end = end
-            self._after(ANSWER_GRACE_S)
+            self._after(self._context.limits.answer_s)
 
     def _leg_failed(self, leg: Leg, error: BatonError) -> None:
         self._end_leg_stage(leg)
@@ -454,7 +458,7 @@ class Attempt:
                 self._context.registry.suspect(prefill.worker)
         if cause is not None and int(cause) not in _TRANSFER_CAUSES and prefill is not None and not prefill.ended:
             self._unexplained = error
-            self._after(CAUSE_GRACE_S)
+            self._after(self._context.limits.cause_s)
             return
         raise error
 

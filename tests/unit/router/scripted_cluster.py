@@ -26,21 +26,32 @@ from rpc.channels import ChannelPool
 from rpc.metrics import Registry
 from tests.unit.router.scripted_server import MODEL, WAIT_S, ScriptedServer
 
+# Times that no busy machine needs. A test that waits for one of them to pass has its own (`replace(LIMITS, ...)`).
+LIMITS = AttemptLimits(silence_s=WAIT_S, answer_s=WAIT_S, cause_s=WAIT_S, finish_s=WAIT_S)
+FAILOVER = FailoverSettings(max_retries=3, migration_limit=3, backoff=Backoff(0.005, 0.02), patience_s=WAIT_S)
+HEALTH = HealthSettings(interval_s=1.0, timeout_s=WAIT_S, failure_threshold=2)
+# Where a server is gone for good.
+HASTY = replace(FAILOVER, patience_s=0.3)
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
 
 @dataclass
 class Options:
-    failover: FailoverSettings = field(
-        default_factory=lambda: FailoverSettings(
-            max_retries=3, migration_limit=3, backoff=Backoff(0.005, 0.02), patience_s=0.5
-        )
-    )
-    limits: AttemptLimits = field(default_factory=lambda: AttemptLimits(silence_s=0.3))
-    health: HealthSettings = field(
-        default_factory=lambda: HealthSettings(interval_s=1.0, timeout_s=0.3, failure_threshold=2)
-    )
+    failover: FailoverSettings = FAILOVER
+    limits: AttemptLimits = LIMITS
+    health: HealthSettings = HEALTH
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     retry_budget_ratio: float = 0.1
-    request_timeout_s: float = 20.0
+    request_timeout_s: float = 60.0
     disagg_min_prompt_tokens: int = 0
     policy: str = "round_robin"
     allow_pins: bool = False
@@ -48,7 +59,8 @@ class Options:
     channels: channel_options.Options | None = None  # arguments of channels to the servers; None: the usual ones
     max_concurrent: int = 0
     queue_size: int = 10
-    clock: Callable[[], float] = time.monotonic  # of stages and latencies
+    clock: Callable[[], float] = time.monotonic  # of stages, latencies and silence of legs
+    registry_clock: Callable[[], float] = time.monotonic  # of breakers and silence of servers
 
 
 class AccessLines:
@@ -74,7 +86,12 @@ class Cluster:
         self.pool = ChannelPool(control_options=options.channels)
         self.access = AccessLines()
         self.registry = WorkerRegistry(
-            self.pool, self.metrics, health=options.health, breaker=options.breaker, rng=random.Random(1)
+            self.pool,
+            self.metrics,
+            health=options.health,
+            breaker=options.breaker,
+            rng=random.Random(1),
+            clock=options.registry_clock,
         )
         self.chooser = Chooser(
             self.registry,

@@ -23,7 +23,7 @@ from rpc.version import PROTOCOL_VERSION
 
 EOS = 2
 MODEL = "tiny"
-WAIT_S = 5.0
+WAIT_S = 15.0
 
 Action = Callable[[], Awaitable[None] | None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_cluster import HASTY, make_request, running_cluster
 from tests.unit.router.scripted_server import answer
 
 PROMPT = (5, 6, 7, 8)
@@ -47,7 +47,7 @@ async def test_r2_a_pin_that_names_no_server_of_its_role_is_refused(pin):
 
 
 async def test_r2_a_pin_of_a_server_that_is_not_ready_is_typed_by_its_role():
-    async with running_cluster(1, 2, allow_pins=True) as cluster:
+    async with running_cluster(1, 2, allow_pins=True, failover=HASTY) as cluster:
         gone = cluster.servers[1]
         await gone.stop()
         await cluster.until(lambda: cluster.worker(gone).state == "unhealthy")

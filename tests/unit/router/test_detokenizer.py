@@ -172,10 +172,10 @@ def test_feed_when_the_sequence_is_long_costs_the_same_as_at_its_start():
     tenth = len(ids) // 10
 
     def seconds(part: list[int]) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for token_id in part:
             detokenizer.feed(token_id)
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     seconds(ids[:tenth])
     times = [seconds(ids[i * tenth : (i + 1) * tenth]) for i in range(1, 10)]

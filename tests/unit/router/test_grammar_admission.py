@@ -59,8 +59,11 @@ async def refused(admission: GrammarAdmission, spec: GrammarSpec, param: str = "
     return caught.value
 
 
-async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_deaths_are_told_apart() -> None:
+async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_deaths_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One helper, through everything that can happen to it."""
+    monkeypatch.setattr("router.grammar.admission.QUICK_S", LIMIT_S)  # none is slow, whatever else runs
     async with admitting(memory_bytes=64 << 20, result_cache=3) as (admission, metrics):
         [helper] = admission.helpers
         assert figure(metrics, "baton_grammar_validator_available") == 1
@@ -131,7 +134,7 @@ async def test_admission_when_grammars_come_then_verdicts_positions_bounds_and_d
         assert admission.template.starts == 2 and not process_exists(pid)
 
         # While it hangs, a grammar whose helper dies is not called slow, and what waits for a new one has its limit.
-        admission.settings = replace(admission.settings, compile_timeout_s=0.5, queue_timeout_s=0.3)
+        admission.settings = replace(admission.settings, compile_timeout_s=5.0, queue_timeout_s=0.3)
         for idle in (False, True):
             template, pid = admission.template.pid, helper.pid
             assert template is not None and pid is not None and helper._reader is not None

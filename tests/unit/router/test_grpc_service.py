@@ -242,10 +242,10 @@ async def test_generate_when_the_bytes_are_no_message_then_604(raw):
     async with running_api() as api:
         call = api.channel.unary_stream(f"/{SERVICE}/Generate", request_serializer=bytes, response_deserializer=bytes)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(raw, timeout=5).read()
+            await call(raw, timeout=15).read()
         assert code_of(caught.value) is ErrorCode.ERROR_GENERATE_CONFIG_FORMAT
         name = ErrorCode.ERROR_GENERATE_CONFIG_FORMAT.name
-        async with asyncio.timeout(5):  # a call is booked when it has ended here, its status may be there before
+        async with asyncio.timeout(15):  # a call is booked when it has ended here, its status may be there before
             labels = {"method": f"{SERVICE}/Generate", "code": name}
             while api.cluster.metrics.value("baton_rpc_requests_total", **labels) != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -292,9 +292,9 @@ async def test_generate_when_the_clients_deadline_passes_then_603():
     async with running_api() as api:
         api.cluster.servers[1].at["token:3"] = Hold()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await api.generate(token_ids=ids(*PROMPT), sampling=sampling(), timeout=0.5)
+            await api.generate(token_ids=ids(*PROMPT), sampling=sampling(), timeout=1.5)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert api.cluster.servers[0].timeouts[0] < 0.6
+        assert 0 < api.cluster.servers[0].timeouts[0] < 1.6
         await api.cluster.settled()
         assert api.cluster.access.lines[0]["code"] == "GENERATE_TIMEOUT"
 

@@ -18,7 +18,7 @@ from rpc.channels import ChannelPool
 from rpc.deadline import Deadline
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.router.scripted_cluster import make_request, running_cluster
-from tests.unit.router.scripted_server import Hold, fails
+from tests.unit.router.scripted_server import WAIT_S, Hold, fails
 
 KEY = "id#0.0123abcd"
 
@@ -210,7 +210,8 @@ async def test_aborts_when_two_legs_are_given_up_then_each_server_is_told_before
         for leg in legs:
             leg.leave()
         tasks = LegTasks()
-        aborts = Aborts(cluster.pool, cluster.metrics, tasks, timeout_s=1.0, attempts=1, tell_s=0.2 if muted else 5.0)
+        times = {"timeout_s": 1.5, "tell_s": 1.0} if muted else {"timeout_s": WAIT_S, "tell_s": WAIT_S}
+        aborts = Aborts(cluster.pool, cluster.metrics, tasks, attempts=1, **times)
         aborts.give_up(legs, ErrorCode.GENERATE_TIMEOUT, "deadline")
         await cluster.until(lambda: not (prefill.open or decode.open))
         assert told[0] == ("decode", True, True)

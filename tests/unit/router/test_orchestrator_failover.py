@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
-from router.attempt import AttemptLimits
 from router.breaker import BreakerSettings, BreakerState
 from router.budget import Backoff
 from router.failover import FailoverSettings
+from router.registry import HealthSettings
 from router.requests import FinishEvent, TokensEvent
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import load_failed
-from tests.unit.router.scripted_cluster import Collected, make_request, running_cluster
-from tests.unit.router.scripted_server import Hold, answer, fails
+from tests.unit.router.scripted_cluster import (
+    HASTY,
+    LIMITS,
+    Clock,
+    Collected,
+    make_request,
+    running_cluster,
+)
+from tests.unit.router.scripted_server import WAIT_S, Hold, answer, fails
 
 PROMPT = (5, 6, 7, 8)
+# Finds out about a server that is stopped. The others may miss a check, on a machine that stands still for a second.
+WATCHFUL = HealthSettings(interval_s=1.0, timeout_s=0.3, failure_threshold=3)
 
 
 def counted(cluster, name, **labels):
@@ -55,7 +64,10 @@ async def test_generate_when_a_decode_server_refuses_then_the_other_one_serves_i
             assert first.seen[0].request_key == second.seen[0].request_key
         else:
             assert result.finish.attempts == 2
-            assert prefill.seen[-1].request_key.partition(".")[0].endswith("#1")
+            key = second.seen[0].request_key
+            assert key.partition(".")[0].endswith("#1")
+            # What is left of the first attempt may come there later.
+            assert key in [seen.request_key for seen in prefill.seen]
 
 
 @pytest.mark.invariant("RPC-7")
@@ -78,6 +90,7 @@ async def test_generate_when_a_prefill_server_fails_then_the_other_one_serves_it
         result = await cluster.collect(make_request())
         assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 2)
         assert len(second.seen) == 1
+        await decode.until(lambda: decode.aborted)
         assert [key for key, _, _ in decode.aborted] == [first.seen[0].request_key]
         assert counted(cluster, "baton_retries_total", role="prefill", code=code.name) == 1
         await cluster.settled()
@@ -122,7 +135,8 @@ async def test_p1_prefill_refuses_and_the_load_fails_with_it_then_the_client_get
             await hold()
             raise BatonError(ErrorCode.LONG_PROMPT_ERROR, "too long for this server")
 
-        def load_fails() -> None:
+        async def load_fails() -> None:
+            await hold.wait_reached()
             hold.let_go.set()
             raise load_failed(BatonError(ErrorCode.LONG_PROMPT_ERROR))
 
@@ -191,9 +205,11 @@ async def test_generate_when_a_server_drains_then_trying_another_costs_no_budget
 @pytest.mark.parametrize("how", ["killed", "typed"])
 async def test_generate_when_decode_dies_in_mid_stream_then_the_answer_goes_on_elsewhere(point, how):
     async with running_cluster(1, 2) as cluster:
-        _, first, second = cluster.servers
+        prefill, first, second = cluster.servers
         first.at[point] = first.stop if how == "killed" else fails(ErrorCode.EXECUTION_EXCEPTION)
         result = await cluster.collect(make_request())
+        if how == "killed":  # perhaps before its word that it had loaded was heard
+            await prefill.until(lambda: first.seen[0].request_key in [key for key, _, _ in prefill.aborted])
         assert result.tokens == answer(PROMPT, 6)
         assert result.indices == list(range(6))
         assert len(result.summaries) == 1
@@ -221,6 +237,7 @@ async def test_generate_when_prefill_dies_after_its_answer_then_the_answer_goes_
         got = []
         async with aclosing(cluster.orchestrator.generate(make_request())) as events:
             got.append(await anext(events))
+            await hold.wait_reached()
             decode.at["reserved"] = lambda: None
             await first.stop()
             cluster.engines.pop(first.engine_id)
@@ -235,21 +252,23 @@ async def test_generate_when_prefill_dies_after_its_answer_then_the_answer_goes_
 async def test_generate_when_prefill_dies_after_the_load_then_nobody_notices():
     async with running_cluster(1, 1) as cluster:
         prefill, decode = cluster.servers
-        hold = Hold()
+        hold, result = Hold(), Collected()
         decode.at["token:2"] = hold
-        task = asyncio.create_task(cluster.collect(make_request()))
-        await hold.wait_reached()
-        await prefill.stop()
-        await cluster.until(lambda: cluster.worker(prefill).state == "unhealthy")
-        hold.let_go.set()
-        result = await task
+        async with aclosing(cluster.orchestrator.generate(make_request())) as events:
+            for _ in range(2):  # the second token says that the load is complete
+                result.add(await anext(events))
+            await prefill.stop()
+            await cluster.until(lambda: cluster.worker(prefill).state == "unhealthy")
+            hold.let_go.set()
+            async for event in events:
+                result.add(event)
         assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 1)
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 @pytest.mark.parametrize("point", ["before_first_token", "mid_stream"])
 async def test_generate_when_the_only_server_dies_then_a_typed_error_comes_soon(victim, point):
-    async with running_cluster(1, 1) as cluster:
+    async with running_cluster(1, 1, failover=HASTY) as cluster:
         prefill, decode = cluster.servers
         dying = prefill if victim == "prefill" else decode
         hold = Hold()
@@ -260,14 +279,13 @@ async def test_generate_when_the_only_server_dies_then_a_typed_error_comes_soon(
         task = asyncio.create_task(cluster.collect(make_request()))
         await hold.wait_reached()
         if point == "mid_stream":
-            await prefill.until(lambda: not prefill.open)
-        began = time.monotonic()
+            await prefill.until(lambda: prefill.seen and not prefill.open)
         await dying.stop()
         cluster.engines.pop(dying.engine_id)
         hold.let_go.set()
         with pytest.raises(BatonError) as caught:
-            await task
-        assert time.monotonic() - began < 5
+            async with asyncio.timeout(WAIT_S):
+                await task
         expected = ErrorCode.NO_PREFILL_WORKER if victim == "prefill" else ErrorCode.NO_DECODE_WORKER
         assert caught.value.code is expected
         assert caught.value.metadata["first_cause"]
@@ -284,6 +302,7 @@ async def test_generate_when_prefill_is_gone_and_decode_may_serve_alone_then_the
         await hold.wait_reached()
         await prefill.stop()
         cluster.engines.pop(prefill.engine_id)
+        await cluster.until(lambda: cluster.worker(prefill).state == "unhealthy")
         hold.let_go.set()
         result = await task
         assert result.tokens == answer(PROMPT, 6)
@@ -306,9 +325,7 @@ async def test_generate_when_streams_break_again_and_again_then_the_migration_li
 
 
 async def test_generate_when_the_server_comes_back_within_moments_then_the_request_waits_for_it():
-    async with running_cluster(
-        1, 1, failover=FailoverSettings(backoff=Backoff(0.005, 0.02), patience_s=4.0)
-    ) as cluster:
+    async with running_cluster(1, 1) as cluster:
         decode = cluster.servers[1]
         decode.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION, times=1)
         hold = Hold()
@@ -324,16 +341,15 @@ async def test_generate_when_the_server_comes_back_within_moments_then_the_reque
 
 
 async def test_f1_a_decode_server_that_is_stopped_loses_its_stream_within_the_limit():
-    async with running_cluster(1, 2) as cluster:
+    async with running_cluster(1, 2, limits=replace(LIMITS, silence_s=0.3), health=WATCHFUL) as cluster:
         _, first, second = cluster.servers
         hold = Hold()
         first.at["token:3"] = hold
         task = asyncio.create_task(cluster.collect(make_request()))
         await hold.wait_reached()
-        began = time.monotonic()
         first.muted = True
-        result = await task
-        assert time.monotonic() - began < 5
+        async with asyncio.timeout(WAIT_S):
+            result = await task
         assert result.tokens == answer(PROMPT, 6)
         assert len(second.seen) == 1
         assert cluster.worker(first).state == "unhealthy"
@@ -342,7 +358,8 @@ async def test_f1_a_decode_server_that_is_stopped_loses_its_stream_within_the_li
 
 
 async def test_f1_a_stopped_decode_server_without_another_gives_a_typed_error():
-    async with running_cluster(1, 1) as cluster:
+    limits = replace(LIMITS, silence_s=0.3)
+    async with running_cluster(1, 1, failover=HASTY, limits=limits, health=WATCHFUL) as cluster:
         decode = cluster.servers[1]
         hold = Hold()
         decode.at["token:3"] = hold
@@ -356,7 +373,7 @@ async def test_f1_a_stopped_decode_server_without_another_gives_a_typed_error():
 
 
 async def test_generate_when_a_live_server_streams_nothing_for_too_long_then_8214():
-    limits = AttemptLimits(silence_s=0.1, inactivity_s=0.4)
+    limits = replace(LIMITS, silence_s=0.1, inactivity_s=0.4)
     failover = FailoverSettings(migration_limit=0)
     async with running_cluster(1, 1, limits=limits, failover=failover) as cluster:
         cluster.servers[1].at["token:3"] = Hold()
@@ -368,16 +385,21 @@ async def test_generate_when_a_live_server_streams_nothing_for_too_long_then_821
 
 
 async def test_generate_when_reservation_takes_too_long_then_another_decode_server_is_tried():
-    async with running_cluster(1, 2, limits=AttemptLimits(reserve_s=0.4)) as cluster:
-        cluster.servers[1].at["start"] = Hold()
-        result = await cluster.collect(make_request())
+    clock, hold = Clock(), Hold()
+    async with running_cluster(1, 2, limits=replace(LIMITS, reserve_s=30.0), clock=clock) as cluster:
+        cluster.servers[1].at["start"] = hold
+        task = asyncio.create_task(cluster.collect(make_request()))
+        await hold.wait_reached()
+        clock.now += 31.0
+        result = await task
         assert (result.tokens, result.finish.attempts) == (answer(PROMPT, 6), 2)
         await cluster.settled()
 
 
 async def test_breaker_when_a_server_keeps_failing_then_it_gets_no_requests_until_its_time_is_over():
-    breaker = BreakerSettings(failure_threshold=2, success_threshold=1, open_s=0.5)
-    async with running_cluster(1, 2, breaker=breaker) as cluster:
+    clock = Clock()
+    breaker = BreakerSettings(failure_threshold=2, success_threshold=1, open_s=30.0)
+    async with running_cluster(1, 2, breaker=breaker, registry_clock=clock) as cluster:
         bad = cluster.servers[1]
         bad.at["start"] = fails(ErrorCode.EXECUTION_EXCEPTION)
         for _ in range(8):
@@ -388,7 +410,8 @@ async def test_breaker_when_a_server_keeps_failing_then_it_gets_no_requests_unti
         labels = {"role": "decode", "worker": bad.address}
         assert counted(cluster, "baton_breaker_state", **labels) == 1
         bad.at.clear()
-        await cluster.until(lambda: worker.breaker.state is BreakerState.HALF_OPEN)
+        clock.now += 30.0
+        assert worker.breaker.state is BreakerState.HALF_OPEN
         for _ in range(2):
             await cluster.collect(make_request())
         assert worker.breaker.state is BreakerState.CLOSED
@@ -437,9 +460,17 @@ CANCEL_POINTS = [
 async def test_generate_when_the_client_leaves_then_every_open_leg_is_aborted(role, point, how):
     async with running_cluster(1, 1) as cluster:
         prefill, decode = cluster.servers
-        hold = Hold()
+        hold, loading = Hold(), Hold()
+        if (role, point) == ("prefill", "answer"):
+            decode.at["loaded"] = loading  # it would serve the request to its end
         (prefill if role == "prefill" else decode).at[point] = hold
         events = cluster.orchestrator.generate(make_request(max_tokens=5))
+
+        async def reached() -> None:
+            await hold.wait_reached()
+            for server in cluster.servers:  # the legs begin together, and the other one may be later
+                await server.until(lambda server=server: server.seen)
+
         if how == "cancelled":
 
             async def read() -> None:
@@ -448,13 +479,13 @@ async def test_generate_when_the_client_leaves_then_every_open_leg_is_aborted(ro
                         pass
 
             task = asyncio.create_task(read())
-            await hold.wait_reached()
+            await reached()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         else:
             first = asyncio.create_task(anext(events))
-            await hold.wait_reached()
+            await reached()
             if (role, point) in [("decode", "token:3"), ("decode", "finished"), ("decode", "token:1")]:
                 await first
             else:
@@ -489,8 +520,7 @@ async def test_k10_client_leaves_between_the_prefill_answer_and_the_first_decode
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
             await events.aclose()
-            async with asyncio.timeout(1):
-                await cluster.settled()
+            await cluster.settled()
         assert not prefill.staged
 
 
@@ -548,7 +578,7 @@ async def test_generate_when_a_load_fails_then_the_next_attempt_uses_two_other_s
 
 
 async def test_load_when_it_failed_and_the_decode_server_computes_itself_then_its_result_comes_with_the_token():
-    async with running_cluster() as cluster:
+    async with running_cluster(limits=replace(LIMITS, answer_s=0.05)) as cluster:
         prefill, decode = cluster.servers
         decode.loads, hold = False, Hold()
         prefill.at["answer"] = hold

@@ -140,7 +140,7 @@ async def test_choose_when_requests_with_one_prefix_come_at_once_then_one_server
 async def test_choose_when_a_prompt_waits_to_be_computed_then_its_tokens_count_until_they_are():
     async with running_cluster(1, 1, policy="cost") as cluster:
         prefill, decode = cluster.servers
-        hold = prefill.at["answer"] = Hold()
+        hold = prefill.at["start"] = Hold()  # nothing to load before
         request = cluster.collect(make_request(PROMPT, max_tokens=3))
         task = cluster.registry._group.create_task(request)
         await hold.wait_reached()

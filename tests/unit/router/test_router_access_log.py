@@ -23,7 +23,10 @@ async def test_access_log_when_nobody_reads_it_then_requests_go_on_drops_are_cou
         *("--access-log-close-timeout-seconds", "0.5", "--drain-grace-secs", "0"),
     )
     try:
-        async with running_router(tmp_path, *flags) as router, httpx.AsyncClient(base_url=router.url) as client:
+        async with (
+            running_router(tmp_path, *flags) as router,
+            httpx.AsyncClient(base_url=router.url, timeout=30) as client,
+        ):
             slowest = 0.0
             for number in range(REQUESTS):
                 began = time.monotonic()

@@ -40,7 +40,7 @@ class Running:
         return f"http://{self.ready['http']}"
 
     async def exit_code(self) -> int:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.process.wait()
 
 
@@ -78,7 +78,7 @@ def weight(pid: int) -> tuple[int, str]:
 
 async def answers(client: httpx.AsyncClient, path: str, status: int) -> None:
     """Waits until `path` has this status."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await client.get(path)).status_code != status:
             pass  # each request is a round trip through the process
 
@@ -105,7 +105,7 @@ async def test_start_when_no_server_is_there_then_it_is_live_light_and_not_ready
         assert router.ready["event"] == "ready"
         assert router.ready["role"] == "router"
         assert router.ready["pid"] == router.process.pid
-        async with httpx.AsyncClient(base_url=router.url) as client:
+        async with httpx.AsyncClient(base_url=router.url, timeout=30) as client:
             assert (await client.get("/live")).status_code == 200
             ready = await client.get("/ready")
             assert ready.status_code == 503
@@ -123,7 +123,7 @@ async def test_start_when_no_server_is_there_then_it_is_live_light_and_not_ready
 
 async def test_generate_when_servers_are_added_at_run_time_then_both_apis_serve(tmp_path):
     async with servers() as (prefill, decode), running_router(tmp_path) as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
+        async with httpx.AsyncClient(base_url=router.url, timeout=30) as client:
             for role, server in (("prefill", prefill), ("decode", decode)):
                 added = await client.post("/workers", json={"role": role, "address": server.address})
                 assert added.status_code == 202
@@ -150,14 +150,17 @@ async def test_sigterm_when_a_stream_is_open_then_it_ends_in_order_and_new_reque
         flags = ["--prefill", prefill.address, "--decode", decode.address, "--drain-grace-secs", "0"]
         hold = Hold()
         decode.at["token:3"] = hold
-        async with running_router(tmp_path, *flags) as router, httpx.AsyncClient(base_url=router.url) as client:
+        async with (
+            running_router(tmp_path, *flags) as router,
+            httpx.AsyncClient(base_url=router.url, timeout=30) as client,
+        ):
             await until_ready(client)
             body = {"prompt": PROMPT, "max_tokens": 6}
             open_request = asyncio.create_task(client.post("/v1/completions", json=body, timeout=30))
             await hold.wait_reached()
             decode.at.clear()
             router.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while (refused := await client.post("/v1/completions", json=body)).status_code == 200:
                     pass  # the signal is on its way
             assert refused.json()["error"]["baton_code"] == 8608
@@ -177,7 +180,10 @@ async def test_second_signal_when_a_stream_is_open_then_it_gets_8608_and_the_exi
         hold = Hold()
         decode.at["token:3"] = hold
         flags = ["--prefill", prefill.address, "--decode", decode.address, "--drain-grace-secs", "0"]
-        async with running_router(tmp_path, *flags) as router, httpx.AsyncClient(base_url=router.url) as client:
+        async with (
+            running_router(tmp_path, *flags) as router,
+            httpx.AsyncClient(base_url=router.url, timeout=30) as client,
+        ):
             await until_ready(client)
             body = {"prompt": PROMPT, "max_tokens": 6}
             open_request = asyncio.create_task(client.post("/v1/completions", json=body, timeout=30))
@@ -202,7 +208,7 @@ async def test_start_when_the_port_is_taken_then_one_line_names_flag_and_port(tm
             sys.executable, "-m", "router", "--model", str(tmp_path), "--port", port, "--grpc-port", "0",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(), 20)
+        out, err = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 1
         assert out == b""
         [line] = [text for text in err.decode().splitlines() if not text.startswith("{")]

@@ -148,10 +148,10 @@ def test_chunk_when_written_costs_less_than_100_microseconds():
     chunks = Chunks("chat", id="chatcmpl-1", created=7, model="m", usage_mode="continuous")
     best = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(1000):
             chunks.text(0, " token", USAGE)
-        best = min(best, (time.perf_counter() - began) / 1000)
+        best = min(best, (time.thread_time() - began) / 1000)
     assert best < 100e-6
 
 

@@ -6,20 +6,10 @@ import pytest
 
 from router.admission import Admission
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.router.scripted_cluster import make_request, running_cluster
+from tests.unit.router.scripted_cluster import Clock, make_request, running_cluster
 
 PROMPT = [5, 6, 7, 8]
 RESERVE_S, PREFILL_S, STREAM_S = 0.5, 1.0, 2.0
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def move(cluster, clock, *, failures=0, code=ErrorCode.EXECUTION_EXCEPTION):

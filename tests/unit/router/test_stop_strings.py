@@ -98,7 +98,7 @@ def test_empty_stop_string_when_given_is_refused():
 def test_feed_when_stop_strings_nearly_match_everywhere_stays_linear():
     finder = StopStrings(["a" * 1000 + "b"] * 16)
     text = "a" * 20_000
-    began = time.perf_counter()
+    began = time.thread_time()
     finder.feed(text)
     # 320,000 automaton steps; comparing the strings anew at each place would take a thousand times as many.
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 5

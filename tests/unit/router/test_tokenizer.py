@@ -90,27 +90,38 @@ async def test_long_text_when_encoded_off_the_loop_leaves_the_loop_running(tmp_p
     tokenizer = Tokenizer.load(folders.chat_folder(tmp_path))
     text = "The quick brown fox 你好 😀 " * 20_000
     loop = asyncio.get_running_loop()
-    pauses: list[float] = []
-    running = True
 
-    async def watch() -> None:
-        turn = began
-        while running:
-            await asyncio.sleep(0)
-            pauses.append(loop.time() - turn)
-            turn += pauses[-1]
+    async def encoded() -> tuple[list[int], list[float], float]:
+        """The ids, the pauses of the loop meanwhile, and the time that it took."""
+        pauses: list[float] = []
+        running = True
 
-    async with asyncio.TaskGroup() as group:
-        began = loop.time()
-        group.create_task(watch())
-        ids = await tokenizer.encode_off_loop(text)
-        took = loop.time() - began
-        running = False
+        async def watch() -> None:
+            turn = began
+            while running:
+                await asyncio.sleep(0)
+                pauses.append(loop.time() - turn)
+                turn += pauses[-1]
+
+        async with asyncio.TaskGroup() as group:
+            began = loop.time()
+            group.create_task(watch())
+            ids = await tokenizer.encode_off_loop(text)
+            took = loop.time() - began
+            running = False
+        return ids, pauses, took
+
+    # An encoding that holds Python's lock is one pause of almost all the time that it takes, every time. So is one
+    # during which the machine lets the loop stand, which says nothing: one in which the loop ran is proof enough.
+    seen: list[str] = []
+    for _ in range(10):
+        ids, pauses, took = await encoded()
+        if max(pauses) < took / 2 and len(pauses) > 20:
+            break
+        seen.append(f"{max(pauses):.3f} s of {took:.3f} s")
+    else:
+        pytest.fail(f"the loop stood for {seen}")
     assert ids == tokenizer.encode(text)
-    # An encoding that holds Python's lock is one pause of almost all the time that it takes; another process on this
-    # processor causes some of milliseconds.
-    assert max(pauses) < took / 2, f"the loop stood for {max(pauses):.3f} s of {took:.3f} s"
-    assert len(pauses) > 20
     tokenizer.close()
 
 
