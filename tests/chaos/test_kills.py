@@ -27,7 +27,7 @@ from tests.chaos.cases import (
     wait_workers_ready,
 )
 from tests.conformance.live_cluster import frozen
-from tests.extent import extended
+from tests.extent import WHOLE, extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import Generation, GenerationClient
 from tests.integration.wire_client import Pair, generate_input
@@ -43,24 +43,38 @@ ONLY_VICTIMS = [
 ]  # fmt: skip
 
 
+ALONE = (*FLAGS, "--no-allow-local-prefill")
+
+
 @pytest.fixture(scope="module")
 def two_pairs() -> Iterator[Cluster]:
     cases()
     with Cluster(
-        2, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS, router_flags=ROUTER_FLAGS,
-        prefill_env={"BATON_FAULTS": f"{SLOW_PREFILL['BATON_FAULTS']};{CANNOT_SEND}"}, decode_env=SLOW_DECODE,
+        2, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS if WHOLE else ALONE,
+        router_flags=ROUTER_FLAGS, decode_env=SLOW_DECODE,
+        prefill_env={"BATON_FAULTS": f"{SLOW_PREFILL['BATON_FAULTS']};{CANNOT_SEND}"},
     ) as cluster:  # fmt: skip
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def one_pair() -> Iterator[Cluster]:
+def one_pair(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Servers of its own, or, where few tests follow, a router that knows the second pair of the two."""
     cases()
+    count = 1 if WHOLE else 0
     with Cluster(
-        1, 1, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=[*FLAGS, "--no-allow-local-prefill"],
+        count, count, model=tiny_model(MODEL), router=WHOLE, prefill_flags=FLAGS, decode_flags=ALONE,
         router_flags=ROUTER_FLAGS, prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
     ) as cluster:  # fmt: skip
+        if WHOLE:
+            yield cluster
+            return
+        lent: Cluster = request.getfixturevalue("two_pairs")
+        cluster.prefill, cluster.decode = lent.prefill[1:], lent.decode[1:]
+        cluster.start_router()
+        cluster.wait_router_ready()
         yield cluster
+        cluster.prefill, cluster.decode = [], []  # each cluster ends the processes that it has started
 
 
 class Struck(NamedTuple):

@@ -57,9 +57,18 @@ def cpu_seconds(pid: int) -> float:
 
 @pytest.fixture
 def alone() -> Iterator[Cluster]:
-    """A cluster of a decode server alone. The answer to `victim` takes many seconds."""
+    """A cluster of a decode server alone."""
+    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Cluster]:
+    """A prefill and a decode server, each for one test that ends it. The answer to `victim` takes many seconds."""
     slow = {"BATON_FAULTS": "engine.step:delay=0.05,kind=decode,request_key=victim*"}
-    with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=NAME, decode_env=slow) as running:
+    with Cluster(
+        1, 1, model=tiny_model("llama"), router=False, prefill_flags=NAME, decode_flags=NAME, decode_env=slow
+    ) as running:
         yield running
 
 
@@ -240,18 +249,17 @@ def test_drain_when_asked_for_by_rpc_then_requests_are_refused_and_the_process_s
     assert decode.terminate() == 0
 
 
-def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released() -> None:
-    with Cluster(1, 1, model=tiny_model("llama"), router=False, prefill_flags=NAME, decode_flags=NAME) as cluster:
-        prefill = cluster.prefill[0]
-        with Pair(prefill, cluster.decode[0], MODEL) as pair:
-            request = generate_input("staged", prompt_of(60), model=MODEL, max_tokens=4, ignore_eos=True)
-            source = pair.p.kv_source()
-            pair.open_prefill(request).result(TIMEOUT_S)
-            prefill.signal(signal.SIGTERM)
-            wait_for("not ready", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
-            pair.p.kv_source = lambda: source  # type: ignore[method-assign]
-            assert len(pair.open_decode(request).wait_end().tokens) == 4
-            assert prefill.wait() == 0
+def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released(both: Cluster) -> None:
+    prefill = both.prefill[0]
+    with Pair(prefill, both.decode[0], MODEL) as pair:
+        request = generate_input("staged", prompt_of(60), model=MODEL, max_tokens=4, ignore_eos=True)
+        source = pair.p.kv_source()
+        pair.open_prefill(request).result(TIMEOUT_S)
+        prefill.signal(signal.SIGTERM)
+        wait_for("not ready", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
+        pair.p.kv_source = lambda: source  # type: ignore[method-assign]
+        assert len(pair.open_decode(request).wait_end().tokens) == 4
+        assert prefill.wait() == 0
 
 
 @pytest.mark.extended
@@ -305,7 +313,8 @@ def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_
         assert list(cluster.temporary.iterdir()) == []
 
 
-def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(decode: ServerProcess) -> None:
+def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(both: Cluster) -> None:
+    decode = both.decode[0]
     with Client(decode, MODEL) as client:
         engine = decode.engine_pid
         request = generate_input("victim", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
@@ -318,7 +327,7 @@ def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_
         assert time.monotonic() - began < 5.0
     dead = [line for line in decode.log_lines() if line.get("level") == "error"]
     assert [line["code"] for line in dead] == ["ENGINE_DEAD"]
-    access = [line for line in decode.log_lines() if line.get("log") == "access"]
+    access = [line for line in decode.log_lines() if line.get("request_id") == "victim"]
     assert [line["code"] for line in access] == ["ENGINE_DEAD"]
 
 
