@@ -22,6 +22,7 @@ from tests.chaos.cases import (
     wait_busy,
     wait_workers_ready,
 )
+from tests.conformance.live_cluster import frozen
 from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
@@ -84,12 +85,12 @@ def test_f1_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewh
 ) -> None:
     before = cluster.router.metric("baton_migrations_total", result="ok") or 0.0
     with GenerationClient(cluster.router.grpc) as client:
-        opened = [client.open(case.prompt, TOKENS, salt=parts) for case in cases()[:2]]  # one on each server
         streams = [HttpStream(cluster, case.prompt, f"http {parts}") for case in cases()[:2]]
-        for generation in opened:
-            generation.wait_tokens(3)
         for stream in streams:
             assert stream.began.wait(30), stream.lines
+        opened = [client.open(case.prompt, TOKENS, salt=parts) for case in cases()[:2]]  # one on each server
+        for generation in opened:
+            generation.wait_tokens(3)
         assert cluster.decode[0].requests()["open"] != []
         with stopped(cluster.decode[0], parts):
             for generation, case in zip(opened, cases(), strict=False):
@@ -114,12 +115,13 @@ def test_stop_when_the_only_prefill_server_stands_still_then_a_decode_server_com
 ) -> None:
     case = cases()[2]
     with GenerationClient(cluster.router.grpc) as client:
-        generation = client.open(case.prompt, TOKENS, salt="prefill")
-        wait_busy(cluster.prefill)
-        with stopped(cluster.prefill[0], "both"):
-            answer = generation.answer()
-            assert answer.token_ids == case.expected
-            assert answer.path == "colocated"
+        with frozen(cluster.prefill[0]):
+            generation = client.open(case.prompt, TOKENS, salt="prefill")
+            wait_busy(cluster.prefill)
+            with standing_still(cluster.prefill[0].pid):
+                answer = generation.answer()
+                assert answer.token_ids == case.expected
+                assert answer.path == "colocated"
     wait_workers_ready(cluster)
     cluster.assert_clean_ledgers(5.0)
     assert_serves(cluster, "after prefill")

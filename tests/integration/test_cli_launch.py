@@ -13,7 +13,7 @@ import pytest
 
 from cli.launch import Launcher, LaunchError, LaunchStopped
 from cli.process import Process
-from tests.integration.cluster import process_exists, wait_for
+from tests.integration.cluster import free_port, process_exists, wait_for
 from tests.standstill import stand_still
 from tests.unit.router.tokenizer_folders import byte_level
 
@@ -34,7 +34,8 @@ def said() -> list[str]:
 
 @pytest.fixture
 def launcher(model: str, said: list[str]) -> Iterator[Launcher]:
-    made = Launcher(model, prefill_servers=0, decode_servers=0, port=0, grpc_port=0, max_restarts=1, say=said.append)
+    ports = {"port": free_port(), "grpc_port": free_port()}  # nobody takes them while the router is away
+    made = Launcher(model, prefill_servers=0, decode_servers=0, **ports, max_restarts=1, say=said.append)
     yield made
     made.stop(grace_s=0.0)
 
