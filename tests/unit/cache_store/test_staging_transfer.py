@@ -455,8 +455,11 @@ def test_agent_when_it_closes_during_copies_then_it_waits_for_them_and_its_threa
     closing.join(WAIT_S)
     assert prefill.lease_ended().outcome == "aborted"
     decode.close()
-    names = {thread.name for thread in threading.enumerate()}
-    assert not {name for name in names if name.startswith("kv-")}, names
+
+    def left() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+    until(lambda: not left(), f"its threads have ended, of which there are {left()}")
 
 
 def test_agent_with_a_pool_in_host_memory_has_no_staging_and_no_marks() -> None:

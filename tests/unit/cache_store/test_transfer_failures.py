@@ -409,8 +409,8 @@ def test_prefill_that_never_begins_ends_the_load_with_buffer_timeout() -> None:
 
 def test_prefill_that_stops_publishing_ends_the_load_with_buffer_timeout() -> None:
     with nodes(Node("prefill", settings(publish_timeout_s=0.2)), Node("decode", seed=2)) as (prefill, decode):
-        decode.load(prefill.source, KEY, [1])
         prefill.admit(KEY, [5])
+        decode.load(prefill.source, KEY, [1])
         assert decode.load_failed().error.code is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
         decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED))
         prefill.lease_ended()
