@@ -49,7 +49,7 @@ def run(*paths: Path, isolated: bool = False) -> dict[str, object]:
     """What a process of its own sees; `paths` come first. isolated: without any installed package."""
     script = SCRIPT.format(paths=[str(path) for path in (*paths, ROOT)])
     flags = ["-I", "-S"] if isolated else []
-    done = subprocess.run([sys.executable, *flags, "-c", script], capture_output=True, text=True, timeout=60, cwd="/")
+    done = subprocess.run([sys.executable, *flags, "-c", script], capture_output=True, text=True, timeout=110, cwd="/")
     assert done.returncode == 0, done.stderr
     found = dict(json.loads(done.stdout.splitlines()[-1]))
     assert found["environment_kept"] and found["child_kept"]
