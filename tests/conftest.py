@@ -145,18 +145,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return SHARING if _shares_cluster(config.rootpath / file) else file
+            return _shared_cluster(config.rootpath / file) or file
 
     return Scheduling(config, log)
 
 
-SHARING = "tests/conformance: with one cluster"
+# Fixtures of a session by which the tests of a folder share a cluster, as their modules ask for them.
+SHARING = {"conformance": "live: Live", "chaos": "crowd: Cluster"}
 
 
 @functools.cache
-def _shares_cluster(file: Path) -> bool:
-    """Whether the tests of a file ask for the fixture `live` of tests/conformance."""
-    return file.parent.name == "conformance" and "live: Live" in file.read_text(encoding="utf-8")
+def _shared_cluster(file: Path) -> str:
+    """What stands for the cluster that the tests of a file share with other files; empty when they do not."""
+    asked = SHARING.get(file.parent.name)
+    shares = asked is not None and asked in file.read_text(encoding="utf-8")
+    return f"tests/{file.parent.name}: with one cluster" if shares else ""
 
 
 # Outermost, so that waiting for a turn does not count as a part of the test's time.

@@ -7,7 +7,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,21 +14,11 @@ import httpx
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
-from tests.chaos.cases import (
-    FLAGS,
-    MODEL,
-    ROUTER_FLAGS,
-    SLOW_DECODE,
-    TOKENS,
-    Case,
-    assert_serves,
-    cases,
-)
+from tests.chaos.cases import TOKENS, Case, assert_serves, cases
 from tests.conformance.live_cluster import frozen
 from tests.extent import extent
 from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
-from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
 
@@ -39,13 +28,8 @@ AT_ONCE = 8
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cases()
-    with Cluster(
-        1, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS, router_flags=ROUTER_FLAGS,
-        prefill_env={"BATON_FAULTS": "engine.layer:delay=0.01"}, decode_env=SLOW_DECODE,
-    ) as running:  # fmt: skip
-        yield running
+def cluster(crowd: Cluster) -> Cluster:
+    return crowd
 
 
 def nothing_open(cluster: Cluster) -> bool:

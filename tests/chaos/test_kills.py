@@ -71,10 +71,12 @@ def one_pair(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             return
         lent: Cluster = request.getfixturevalue("two_pairs")
         cluster.prefill, cluster.decode = lent.prefill[1:], lent.decode[1:]
-        cluster.start_router()
-        cluster.wait_router_ready()
-        yield cluster
-        cluster.prefill, cluster.decode = [], []  # each cluster ends the processes that it has started
+        try:
+            cluster.start_router()
+            cluster.wait_router_ready()
+            yield cluster
+        finally:
+            cluster.prefill, cluster.decode = [], []  # each cluster ends the processes that it has started
 
 
 class Struck(NamedTuple):

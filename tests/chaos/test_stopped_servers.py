@@ -15,7 +15,6 @@ from tests.chaos.cases import (
     FLAGS,
     IMPATIENT_ROUTER_FLAGS,
     MODEL,
-    SLOW_DECODE,
     TOKENS,
     assert_serves,
     cases,
@@ -33,19 +32,21 @@ pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machi
 
 # Silence, two checks without an answer, and the search for another server.
 LIMIT_S = 8.0
-SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.03"}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cases()
-    with Cluster(
-        1, 2, model=tiny_model(MODEL), prefill_flags=FLAGS, decode_flags=FLAGS,
-        router_flags=[*IMPATIENT_ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "1.5"],
-        prefill_env=SLOW_PREFILL, decode_env=SLOW_DECODE,
-    ) as running:  # fmt: skip
-        yield running
-        assert running.errors_without_code() == []
+def cluster(crowd: Cluster) -> Iterator[Cluster]:
+    """The servers of all, with a router that soon takes a silent one for dead."""
+    flags = (*IMPATIENT_ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "1.5")
+    with Cluster(0, 0, model=tiny_model(MODEL), router=False, router_flags=flags) as running:
+        running.prefill, running.decode = list(crowd.prefill), list(crowd.decode)
+        try:
+            running.start_router()
+            running.wait_router_ready()
+            yield running
+            assert running.errors_without_code() == [] == crowd.errors_without_code()
+        finally:
+            running.prefill, running.decode = [], []  # each cluster ends the processes that it has started
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
 HEADER = "x-baton-prefill-cuda-graph"
 MODEL = "tiny"
 PROMPT = [(17 * i + 5) % (VOCAB_SIZE - 2) + 2 for i in range(15)]
-TOKENS = 3
+TOKENS = 2
 GRAPHS = ["--enable-prefill-cuda-graph", "--prefill-cuda-graph-max-requests=2"]
 # Interpreted kernels are slow, so that one graph of each kind has to do.
 INTERPRETED = [*GRAPHS, "--enable-cuda-graph", "--attention-backend=triton", "--prefill-cuda-graph-capture-config=16"]
