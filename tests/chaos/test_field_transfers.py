@@ -24,6 +24,7 @@ import pytest
 from protos import cache_store_pb2, cache_store_pb2_grpc, decode_pb2
 from rpc.errors import BatonError, ErrorCode
 from tests.chaos.cases import ROUTER_FLAGS, wait_workers_ready
+from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import clear_prompt, prompt_of, reference
 from tests.extent import extent
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
@@ -269,14 +270,18 @@ def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster,
     stale = {server.name: counted(server, "baton_kv_stale_references_total") for server in cluster.servers}
     sent: list[str] = []
     for round_ in range(extent(2, 10)):
-        opened = [
-            client.open(prompt_of(240, salt=number), 16, request_id=f"k8-{round_}-{number}", salt=str(round_))
-            for number in range(extent(20, 40))
-        ]
-        sent += [generation.request_id for generation in opened]
-        timers = [threading.Timer(numbers.uniform(0.0, 0.8), generation.cancel) for generation in opened]
-        for timer in timers:
-            timer.start()
+        with frozen(p_of(cluster)):  # none of them is over when the first one leaves
+            opened = [
+                client.open(prompt_of(240, salt=number), 16, request_id=f"k8-{round_}-{number}", salt=str(round_))
+                for number in range(extent(20, 40))
+            ]
+            sent += [generation.request_id for generation in opened]
+            for server in cluster.servers:
+                wait_for(f"a request on {server.name}", lambda server=server: server.requests()["open"], LIMIT_S)
+            timers = [threading.Timer(numbers.uniform(0.0, 0.8), generation.cancel) for generation in opened]
+            for timer in timers:
+                timer.start()
+            opened[0].cancel()
         for timer in timers:
             timer.join(LIMIT_S)
         cluster.assert_clean_ledgers(LIMIT_S)
