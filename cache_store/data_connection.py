@@ -274,6 +274,11 @@ class Mover:
     def idle(self) -> bool:
         return not self._queue and self._turn is None
 
+    @property
+    def held_up(self) -> bool:
+        """The peer takes or sends nothing now, and no worker has a transfer."""
+        return self._waiting
+
     def put(self, transfer: Transfer) -> None:
         self._queue.append(transfer)
         self._start()

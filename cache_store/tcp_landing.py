@@ -256,6 +256,8 @@ class TcpLanding(Landing):
         transfer = incoming.transfer = Inbound(views, self._load.covers(incoming.header))
         self._open[transfer] = incoming
         mover.put(transfer)
+        if mover.held_up:  # no turn is under way at whose end it would be noticed
+            self._target.set_aside(incoming)
 
     async def _place_waiting(self, mover: Mover) -> None:
         """Its owner is this landing, which ends it in `quiet`."""

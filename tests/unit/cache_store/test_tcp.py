@@ -390,6 +390,38 @@ def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_
         prefill.lease_ended()
 
 
+def test_notices_when_they_come_while_the_network_stands_still_then_they_hold_no_slot_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: list[int] = []
+    try_place = tcp_landing.StagedTarget.try_place
+
+    def noted(target: tcp_landing.StagedTarget, incoming: tcp_landing.Incoming, count: int) -> list[memoryview] | None:
+        views = try_place(target, incoming, count)
+        placed.append(count)
+        return views
+
+    monkeypatch.setattr(tcp_landing.StagedTarget, "try_place", noted)
+    with pair(StagedNode, BIG, load_progress_timeout_s=60.0) as (prefill, decode), between(prefill, 100_000) as middle:
+        assert isinstance(decode, StagedNode)
+        ring, whole = decode.staging.writes, list(range(40))
+        prefill.admit(KEY, whole)
+        decode.load(prefill.source, KEY, whole)
+        prefill.agent.publish(KEY, "full", 0, 1)
+        prefill.agent.publish(KEY, "full", 0, 8)
+        middle.at(100_000)
+        until(lambda: ring.free == ring.slots, "no slot is held")
+        count = len(placed)
+        prefill.agent.publish(KEY, "full", 0, 16)
+        until(lambda: len(placed) > count, "another notice")
+        until(lambda: ring.free == ring.slots, "no slot is held by it")
+        middle.allow()
+        prefill.compute(KEY, 40)
+        decode.load_done()
+        assert np.array_equal(decode.blocks(whole), prefill.blocks(whole))
+        prefill.lease_ended()
+
+
 def test_lease_when_it_ends_while_the_network_stands_still_then_its_blocks_come_back_soon() -> None:
     with (
         pair(layout=BIG, load_progress_timeout_s=60.0) as (prefill, decode),
