@@ -21,8 +21,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cache_store.allocator import keep_freed_memory
-from cache_store.data_listener import DataListener
 from cache_store.events import (
     AgentEvent,
     AgentStats,
@@ -33,23 +31,25 @@ from cache_store.events import (
     Observation,
 )
 from cache_store.failures import of_request
-from cache_store.fetching import DeviceFetcher, Fetcher, HostFetcher
-from cache_store.layout import AgentIdentity, GroupLayout
-from cache_store.lease import LeaseTable
+from cache_store.geometry.layout import AgentIdentity, GroupLayout
+from cache_store.loading.peers import PeerState
+from cache_store.loading.puller import Puller
 from cache_store.loop_errors import guarded, on_loop_exception
-from cache_store.nixl_fetching import NixlFetcher
-from cache_store.nixl_link import START_S as NIXL_START_S
-from cache_store.nixl_link import NixlLink, NixlUnavailable
+from cache_store.memory.allocator import keep_freed_memory
+from cache_store.memory.fetching import DeviceFetcher, Fetcher, HostFetcher
+from cache_store.memory.pool import HostKvPool, KvPool, StagedKvPool
+from cache_store.memory.staging import Completions, Staging, Ticket
+from cache_store.nixl.fetching import NixlFetcher
+from cache_store.nixl.link import START_S as NIXL_START_S
+from cache_store.nixl.link import NixlLink, NixlUnavailable
 from cache_store.observations import ObservationBuffer
 from cache_store.offering import make_offer, nixl_impossible
-from cache_store.parking import ParkingTable
-from cache_store.peers import PeerState
-from cache_store.pool import HostKvPool, KvPool, StagedKvPool
-from cache_store.puller import Puller
-from cache_store.service import CacheStoreService
+from cache_store.serving.lease import LeaseTable
+from cache_store.serving.parking import ParkingTable
+from cache_store.serving.service import CacheStoreService
 from cache_store.settings import AgentSettings
 from cache_store.staged_requests import StagedRequests, store_failed
-from cache_store.staging import Completions, Staging, Ticket
+from cache_store.tcp.listener import DataListener
 from cache_store.transports import IPC, NIXL, TCP
 from cache_store.wire import SERVICE
 from protos import common_pb2

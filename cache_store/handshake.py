@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cache_store.checksum import MODES, stricter
-from cache_store.layout import AgentIdentity
-from cache_store.tp_mapping import peer_map
+from cache_store.geometry.layout import AgentIdentity
+from cache_store.geometry.tp_mapping import peer_map
 from cache_store.transports import TCP, Offer
 from cache_store.wire import out_of_range, require
 from protos import cache_store_pb2, common_pb2
@@ -122,3 +122,10 @@ def answer(
         lease_seconds=lease_seconds,
         better_soon=better_soon,
     )
+
+
+def result_of(error: BatonError) -> str:
+    """Of a handshake that failed: the label of baton_kv_handshakes_total."""
+    if error.code in (ErrorCode.INCOMPATIBLE_PEER, ErrorCode.ASYMMETRIC_TP_FAILED):
+        return "incompatible"
+    return "restarted" if error.code is ErrorCode.PEER_RESTARTED else "failed"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cache_store.nixl_agent import PACKAGES, installed
+from cache_store.memory.pool import HostKvPool, KvPool, StagedKvPool
+from cache_store.memory.regions import CUDA
+from cache_store.memory.staging import MemoryUnavailable
+from cache_store.nixl.agent import PACKAGES, installed
 from cache_store.observations import Observe
-from cache_store.pool import HostKvPool, KvPool, StagedKvPool
-from cache_store.regions import CUDA
 from cache_store.settings import AgentSettings
-from cache_store.staging import MemoryUnavailable
 from cache_store.transports import GRPC, IPC, NIXL, TCP, TRANSPORTS, Offer, this_host
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from cache_store.events import AgentEvent, LeaseEnded
-from cache_store.lease import LeaseTable
+from cache_store.failures import abort_source
+from cache_store.memory.pool import KvPool
 from cache_store.observations import Observe
-from cache_store.parking import ParkingTable
-from cache_store.pool import KvPool
-from cache_store.puller import abort_source
+from cache_store.serving.lease import LeaseTable
+from cache_store.serving.parking import ParkingTable
 from cache_store.transports import Offer
 from protos import common_pb2
 from rpc import faults

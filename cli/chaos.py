@@ -119,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _transports(name: str) -> tuple[str, ...]:
-    from cache_store.nixl_agent import installed
+    from cache_store.nixl.agent import installed
 
     if name != "mixed":
         return (name,)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cache_store.agent import AgentIdentity
-from cache_store.pool import KvPool
+from cache_store.memory.pool import KvPool
 from cache_store.tiers.copies import block_copies
 from cache_store.tiers.disk import DiskTier
 from cache_store.tiers.host import HostTier

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from cache_store.agent import AgentIdentity, AgentSettings, CacheStoreAgent, KvSourceRef
 from cache_store.events import LeaseEnded, LoadDone, LoadFailed
-from cache_store.layout import GroupLayout
-from cache_store.nixl_agent import installed as nixl_installed
-from cache_store.pool import KvPool
+from cache_store.geometry.layout import GroupLayout
+from cache_store.memory.pool import KvPool
+from cache_store.nixl.agent import installed as nixl_installed
 from cache_store.transports import IPC, NIXL
 from engine.config import EngineConfig
 from engine.messages import FinishReason, KvGroupInfo, PrefillInfo, PromptLogprob, RunMode, TokenLogprob
@@ -30,7 +30,7 @@ from rpc.errors import BatonError, ErrorCode
 if TYPE_CHECKING:
     import torch
 
-    from cache_store.torch_pool import SharedLayers
+    from cache_store.memory.torch_pool import SharedLayers
     from engine.parallel.agents import RankAgents
 
 HAND_OVER_S = 0.005  # longest time that a computed layer waits for the next ones
@@ -94,7 +94,7 @@ def shared_layers(config: EngineConfig, device_type: str) -> SharedLayers | None
     moved = config.kv_transport == NIXL or (config.kv_transport == "auto" and nixl_installed())
     if not read and not moved:
         return None
-    from cache_store.torch_pool import SharedLayers
+    from cache_store.memory.torch_pool import SharedLayers
 
     return SharedLayers()
 
@@ -108,11 +108,11 @@ def kv_pool(
     """The agent's view of the KV tensors, per group one per layer: in place on the CPU, by copy streams on CUDA.
     shared: of what they were made, if other processes may read them."""
     if device_type == "cuda":
-        from cache_store.cuda_pool import CudaKvPool
+        from cache_store.memory.cuda_pool import CudaKvPool
         from kernels import block_copy, jit
 
         return CudaKvPool(layouts, layers, block_copy if jit.available("cuda") else None)
-    from cache_store.torch_pool import TorchKvPool
+    from cache_store.memory.torch_pool import TorchKvPool
 
     return TorchKvPool(layouts, layers, shared)
 

@@ -341,9 +341,9 @@ def measure(arguments: argparse.Namespace, p: Remote, decodes: dict[str, Remote]
 def copies(shape: str, tokens: int) -> list[dict[str, Any]]:
     import torch
 
-    from cache_store.cuda_pool import CudaKvPool
-    from cache_store.layout import GroupLayout
-    from cache_store.rows import block_rows
+    from cache_store.geometry.layout import GroupLayout
+    from cache_store.geometry.rows import block_rows
+    from cache_store.memory.cuda_pool import CudaKvPool
     from cache_store.settings import AgentSettings
     from kernels import block_copy
 

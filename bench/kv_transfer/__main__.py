@@ -29,7 +29,7 @@ from bench.circumstances import circumstances
 from bench.kv_transfer.memory import Shape
 from bench.kv_transfer.processes import Processes, Way
 from bench.kv_transfer.targets import LEAST_BYTES, ratios
-from cache_store.nixl_agent import installed
+from cache_store.nixl.agent import installed
 
 TRANSPORTS = ("grpc", "tcp", "ipc", "nixl")
 BARE = {"grpc": ("stream", "bare grpc stream"), "tcp": ("socket", "bare socket"), "ipc": ("copy", "memory copy"),

@@ -24,11 +24,11 @@ import grpc
 import grpc.aio
 
 from bench.kv_transfer.memory import Pool, Shape
-from cache_store.data_connection import prepare
-from cache_store.nixl_agent import PACKAGES
-from cache_store.row_copies import address_of
-from cache_store.rows import paired_runs
-from cache_store.shared_memory import MappedPool
+from cache_store.geometry.rows import paired_runs
+from cache_store.memory.row_copies import address_of
+from cache_store.memory.shared_memory import MappedPool
+from cache_store.nixl.agent import PACKAGES
+from cache_store.tcp.connection import prepare
 from protos import cache_store_pb2 as pb
 from rpc.channels import bulk_options, bulk_server_options
 

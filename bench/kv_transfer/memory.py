@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_store.layout import GroupLayout
-from cache_store.pool import HostKvPool
-from cache_store.rows import Rows
-from cache_store.shared_memory import MemoryFile
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.rows import Rows
+from cache_store.memory.pool import HostKvPool
+from cache_store.memory.shared_memory import MemoryFile
 
 TAG = "full"
 

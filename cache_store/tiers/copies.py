@@ -12,11 +12,11 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from cache_store.layout import GroupLayout
-from cache_store.pool import HostKvPool, KvPool, StagedKvPool
-from cache_store.row_copies import address_of
-from cache_store.rows import Rows
-from cache_store.staging import CopyEngine, Ticket
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.rows import Rows
+from cache_store.memory.pool import HostKvPool, KvPool, StagedKvPool
+from cache_store.memory.row_copies import address_of
+from cache_store.memory.staging import CopyEngine, Ticket
 
 MOST_SLOT_BYTES = 16 << 20  # of the slots of one direction, as long as one block fits
 MOST_BLOCKS = 16  # that one call copies

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from cache_store.layout import GroupLayout
+from cache_store.geometry.layout import GroupLayout
 from cache_store.tiers.record import KEY_BYTES
 
 _KEY = b"baton.kv.tier.v1"

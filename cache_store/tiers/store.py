@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cache_store.events import Observation
+from cache_store.memory.staging import Ticket
 from cache_store.observations import ObservationBuffer
-from cache_store.staging import Ticket
 from cache_store.tiers.copies import BlockCopies
 from cache_store.tiers.host import HostTier
 from cache_store.tiers.keys import TierKeys

@@ -23,10 +23,10 @@ from typing import Protocol
 from cache_store.agent import CacheStoreAgent
 from cache_store.events import AgentEvent, AgentStats, KvSourceRef, LeaseEnded, LoadDone, LoadFailed, Observation
 from cache_store.failures import again
-from cache_store.layout import AgentIdentity
+from cache_store.geometry.layout import AgentIdentity
+from cache_store.loading.puller import FAILURE_MARKER, statuses
+from cache_store.memory.staging import Ticket
 from cache_store.observations import ObservationBuffer
-from cache_store.puller import FAILURE_MARKER, statuses
-from cache_store.staging import Ticket
 from engine.messages import RankStats
 from engine.parallel.agent_messages import (
     Admit,

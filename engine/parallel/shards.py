@@ -2,7 +2,7 @@
 
 Query heads, the inner features of the MLP and the rows of the vocabulary are cut into equal neighbouring parts, rank 0
 first. Key and value heads are too, as long as there are enough of them; with more ranks than such heads, neighbouring
-ranks hold copies of one (cache_store/tp_mapping.py, by which transfers go as well). The vocabulary is padded to equal
+ranks hold copies of one (cache_store/geometry/tp_mapping.py, for transfers too). The vocabulary is padded to equal
 parts: the last ranks may hold fewer rows than the others, or none.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from cache_store.tp_mapping import head_range
+from cache_store.geometry.tp_mapping import head_range
 from engine.loader.errors import ModelLoadError
 from engine.models.config import ModelConfig
 from rpc.errors import BatonError

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_store.nixl_agent import installed as nixl_installed
+from cache_store.nixl.agent import installed as nixl_installed
 from deploy.grafana.boards import BOARDS
 from rpc.metric_families import families_of
 from tests.conformance import mixed_requests

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from cache_store.agent import GroupLayout, KvSourceRef
-from cache_store.cuda_pool import CudaKvPool, RowKernels
-from cache_store.rows import block_rows
-from cache_store.staging import MemoryUnavailable
+from cache_store.geometry.rows import block_rows
+from cache_store.memory.cuda_pool import CudaKvPool, RowKernels
+from cache_store.memory.staging import MemoryUnavailable
 from kernels import block_copy
 from rpc.errors import ErrorCode
 from tests.unit.cache_store.agents import Node, key_of, nodes, prefill_result, settings, until
@@ -295,7 +295,7 @@ def test_load_from_another_process_when_it_gave_the_request_up_then_nothing_coun
 
 
 def test_handle_when_it_is_of_no_memory_then_it_cannot_be_opened() -> None:
-    from cache_store import cuda_ipc
+    from cache_store.memory import cuda_ipc
 
     torch.zeros(1, device="cuda")
     with pytest.raises(MemoryUnavailable):

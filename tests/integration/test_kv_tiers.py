@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache_store.layout import GroupLayout
+from cache_store.geometry.layout import GroupLayout
 from cache_store.tiers.keys import TierKeys
 from engine.loader.fingerprint import weights_digest
 from engine.numerics import numerics_of

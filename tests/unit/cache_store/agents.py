@@ -22,7 +22,7 @@ from cache_store.agent import (
     LoadFailed,
     Observation,
 )
-from cache_store.pool import HostKvPool
+from cache_store.memory.pool import HostKvPool
 from protos import common_pb2
 
 WAIT_S = 20.0

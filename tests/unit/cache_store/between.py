@@ -7,7 +7,7 @@ import socket
 import threading
 from dataclasses import replace
 
-from cache_store.data_connection import TOKEN_BYTES
+from cache_store.tcp.connection import TOKEN_BYTES
 from tests.unit.cache_store.agents import WAIT_S, Node
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cache_store.staging import MemoryUnavailable
+from cache_store.memory.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cache_store.layout import GroupLayout
-from cache_store.lease import LeaseTable
-from cache_store.reader import Reader, WantedGroup
+from cache_store.geometry.layout import GroupLayout
+from cache_store.serving.lease import LeaseTable
+from cache_store.serving.reader import Reader, WantedGroup
 from protos import common_pb2
 
 LAYOUT = GroupLayout.of("full", num_layers=2, num_kv_heads=1, head_dim=4, block_size=4, dtype="float16")

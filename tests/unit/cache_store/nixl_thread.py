@@ -17,11 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from cache_store.nixl_link import Body, NixlLink, ReadFailed, _Thread
-from cache_store.regions import file_regions
-from cache_store.rows import Rows
-from cache_store.shared_memory import MemoryFile
-from cache_store.staging import MemoryUnavailable
+from cache_store.geometry.rows import Rows
+from cache_store.memory.regions import file_regions
+from cache_store.memory.shared_memory import MemoryFile
+from cache_store.memory.staging import MemoryUnavailable
+from cache_store.nixl.link import Body, NixlLink, ReadFailed, _Thread
 from tests.standstill import stand_still
 
 WAIT_S = 40.0

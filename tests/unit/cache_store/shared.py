@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cache_store.agent import AgentSettings, GroupLayout
-from cache_store.nixl_agent import PACKAGES, installed
-from cache_store.pool import HostKvPool
-from cache_store.shared_memory import MemoryFile
+from cache_store.memory.pool import HostKvPool
+from cache_store.memory.shared_memory import MemoryFile
+from cache_store.nixl.agent import PACKAGES, installed
 from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node
 
 needs_nixl = pytest.mark.skipif(not installed(), reason=f"none of {', '.join(PACKAGES)} is installed")

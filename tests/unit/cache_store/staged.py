@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from cache_store.agent import AgentSettings, GroupLayout
-from cache_store.host_copies import HostCopyEngine
-from cache_store.pool import StagedKvPool
-from cache_store.regions import file_regions
-from cache_store.rows import Rows
-from cache_store.shared_memory import MemoryFile
-from cache_store.staging import Slot, Ticket
-from cache_store.stream_copies import StreamCopyEngine
+from cache_store.geometry.rows import Rows
+from cache_store.memory.host_copies import HostCopyEngine
+from cache_store.memory.pool import StagedKvPool
+from cache_store.memory.regions import file_regions
+from cache_store.memory.shared_memory import MemoryFile
+from cache_store.memory.staging import Slot, Ticket
+from cache_store.memory.stream_copies import StreamCopyEngine
 from rpc import faults
 from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, WAIT_S, Node, assert_clean, nodes, settings, until
 from tests.unit.cache_store.late_device import LateDevice

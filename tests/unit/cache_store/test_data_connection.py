@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 
-from cache_store.data_connection import SENT_BYTES, SUM_BYTES, DataConnection, Inbound, Mover, Outbound, Transfer
+from cache_store.tcp.connection import SENT_BYTES, SUM_BYTES, DataConnection, Inbound, Mover, Outbound, Transfer
 
 
 def cut(data: bytes, dice: random.Random) -> list[memoryview]:

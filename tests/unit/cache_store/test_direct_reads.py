@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 import pytest
 
-from cache_store import peers as peers_module
-from cache_store.lease import LeaseTable
+from cache_store.loading import peers as peers_module
+from cache_store.serving.lease import LeaseTable
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_store import puller as puller_module
 from cache_store.agent import LoadDone, LoadFailed
-from cache_store.load import Load
-from cache_store.sending import HostSender, Sender
+from cache_store.loading import puller as puller_module
+from cache_store.loading.load import Load
+from cache_store.serving.sending import HostSender, Sender
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
@@ -174,7 +174,7 @@ def test_ranks_when_one_of_several_fails_then_the_others_are_ended_and_it_is_nam
 def test_large_event_when_a_worker_puts_it_together_then_the_loop_serves_others_and_the_bytes_are_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cache_store.sending.WORKER_BYTES", 1)
+    monkeypatch.setattr("cache_store.serving.sending.WORKER_BYTES", 1)
     original = Sender._encode
     inside, go = threading.Event(), threading.Event()
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from cache_store import wire
-from cache_store.layout import GroupLayout
-from cache_store.lease import LeaseTable
-from cache_store.parking import ParkedState, ParkingTable
-from cache_store.reader import Reader
-from cache_store.rows import Rows
-from cache_store.sending import Link, NoticeSender, StagedSender
-from cache_store.staging import Slot, StagingRing
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.rows import Rows
+from cache_store.memory.staging import Slot, StagingRing
+from cache_store.serving.lease import LeaseTable
+from cache_store.serving.parking import ParkedState, ParkingTable
+from cache_store.serving.reader import Reader
+from cache_store.serving.sending import Link, NoticeSender, StagedSender
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import settings

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from cache_store.layout import AgentIdentity, GroupLayout
-from cache_store.pool import HostKvPool
-from cache_store.torch_pool import TorchKvPool
+from cache_store.geometry.layout import AgentIdentity, GroupLayout
+from cache_store.memory.pool import HostKvPool
+from cache_store.memory.torch_pool import TorchKvPool
 
 LAYOUT = GroupLayout.of("full", num_layers=2, num_kv_heads=4, head_dim=8, block_size=16, dtype="bfloat16")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_store.lease import LeaseState, LeaseTable
-from cache_store.reader import Reader
+from cache_store.serving.lease import LeaseState, LeaseTable
+from cache_store.serving.reader import Reader
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.lease_fixtures import (
     LAYOUT,

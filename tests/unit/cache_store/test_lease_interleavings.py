@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cache_store.events import LeaseEnded
-from cache_store.reader import Reader, ReaderState
+from cache_store.serving.reader import Reader, ReaderState
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.lease_fixtures import (
     LAYOUT,

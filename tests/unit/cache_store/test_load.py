@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_store import checksum
-from cache_store.layout import GroupLayout
-from cache_store.load import Load, LoadState, WantedHere
+from cache_store.geometry.layout import GroupLayout
+from cache_store.loading.load import Load, LoadState, WantedHere
 from protos import cache_store_pb2 as pb
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode

@@ -16,16 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_store import nixl_fetching, nixl_link, offering, peers
-from cache_store.nixl_fetching import NixlFetcher
-from cache_store.nixl_link import NixlLink, ReadFailed
+from cache_store import offering
+from cache_store.geometry.rows import Rows
+from cache_store.loading import peers
+from cache_store.memory.pool import StagedKvPool
+from cache_store.memory.regions import CUDA, Regions, file_regions
+from cache_store.memory.shared_memory import MemoryFile
+from cache_store.memory.staging import MemoryUnavailable
+from cache_store.nixl import fetching as nixl_fetching
+from cache_store.nixl import link as nixl_link
+from cache_store.nixl.fetching import NixlFetcher
+from cache_store.nixl.link import NixlLink, ReadFailed
 from cache_store.observations import ignore
 from cache_store.offering import make_offer
-from cache_store.pool import StagedKvPool
-from cache_store.regions import CUDA, Regions, file_regions
-from cache_store.rows import Rows
-from cache_store.shared_memory import MemoryFile
-from cache_store.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extended

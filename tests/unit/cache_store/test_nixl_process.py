@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache_store.nixl_process import _readable
+from cache_store.nixl.process import _readable
 
 HIGH = 1100  # more than `select.select` takes
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cache_store.parking import Parked, ParkedState, ParkingTable
+from cache_store.serving.parking import Parked, ParkedState, ParkingTable
 from rpc.errors import BatonError, ErrorCode
 
 

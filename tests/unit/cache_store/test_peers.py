@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from cache_store.agent import GroupLayout, KvSourceRef, LoadDone
+from cache_store.loading.peers import FORGET_LOST_S, Peers, PeerState
 from cache_store.observations import ignore
-from cache_store.peers import FORGET_LOST_S, Peers, PeerState
 from cache_store.transports import Offer
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc

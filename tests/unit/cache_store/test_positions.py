@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_store.layout import GroupLayout
-from cache_store.positions import Positions
-from cache_store.reader import WantedGroup
-from cache_store.rows import Rows
-from cache_store.tp_mapping import head_range, read_plan
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.positions import Positions
+from cache_store.geometry.rows import Rows
+from cache_store.geometry.tp_mapping import head_range, read_plan
+from cache_store.serving.reader import WantedGroup
 from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.lease_fixtures import Clock, make_table

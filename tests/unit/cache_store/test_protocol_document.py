@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from cache_store import checksum
-from cache_store.lease import Lease, LeaseState
-from cache_store.load import LoadState
-from cache_store.parking import Parked, ParkedState, ParkingTable
-from cache_store.reader import Caller, Reader
+from cache_store.geometry.tp_mapping import peer_map
+from cache_store.loading.load import LoadState
+from cache_store.serving.lease import Lease, LeaseState
+from cache_store.serving.parking import Parked, ParkedState, ParkingTable
+from cache_store.serving.reader import Caller, Reader
 from cache_store.settings import AgentSettings
-from cache_store.tp_mapping import peer_map
 from protos import cache_store_pb2 as pb
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode

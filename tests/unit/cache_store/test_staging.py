@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_store.layout import GroupLayout
-from cache_store.rows import block_rows, paired_runs, runs
-from cache_store.staging import Completions, Slot, StagingRing, settled
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.rows import block_rows, paired_runs, runs
+from cache_store.memory.staging import Completions, Slot, StagingRing, settled
 
 WAIT_S = 10.0
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from cache_store import shared_memory, stream_copies
-from cache_store.host_copies import HostCopyEngine
-from cache_store.layout import GroupLayout
-from cache_store.rows import Rows, block_rows
-from cache_store.shared_memory import MemoryFile
-from cache_store.staging import MemoryUnavailable
-from cache_store.stream_copies import StreamCopyEngine
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.rows import Rows, block_rows
+from cache_store.memory import shared_memory, stream_copies
+from cache_store.memory.host_copies import HostCopyEngine
+from cache_store.memory.shared_memory import MemoryFile
+from cache_store.memory.staging import MemoryUnavailable
+from cache_store.memory.stream_copies import StreamCopyEngine
 from protos import cache_store_pb2 as pb
 from tests.unit.cache_store.late_device import LateDevice
 from tests.unit.cache_store.staged import ENGINES, slot_of
@@ -201,9 +201,9 @@ def test_fetch_when_done_then_the_peers_rows_are_here(
 CHILD = """
 import sys
 import threading
-from cache_store.host_copies import HostCopyEngine
-from cache_store.shared_memory import MemoryFile
-from cache_store.layout import GroupLayout
+from cache_store.memory.host_copies import HostCopyEngine
+from cache_store.memory.shared_memory import MemoryFile
+from cache_store.geometry.layout import GroupLayout
 layout = GroupLayout.of("full", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
 file = MemoryFile(4 * layout.block_bytes)
 file.view[:] = bytes(range(layout.block_bytes)) * 4

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cache_store.agent import CacheStoreAgent, GroupLayout, KvSourceRef, LeaseEnded
-from cache_store.sending import WINDOW
+from cache_store.serving.sending import WINDOW
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store import agents
@@ -179,7 +179,7 @@ def test_unequal_ranks_when_loaded_then_each_has_its_heads(
 def test_damaged_event_when_staged_then_it_is_found_before_it_is_written_and_can_be_reloaded(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cache_store.sending import Sender
+    from cache_store.serving.sending import Sender
 
     for prefill, decode in make_pair(engine, "grpc"):
         encode = Sender._encode

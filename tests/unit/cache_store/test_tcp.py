@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from cache_store import tcp_landing
 from cache_store.agent import GroupLayout
-from cache_store.data_connection import SUM_BYTES, TOKEN_BYTES, greeting
-from cache_store.data_listener import NO_ROOM_PAUSE_S
-from cache_store.peers import TCP_AGAIN_S
+from cache_store.loading import tcp_landing
+from cache_store.loading.peers import TCP_AGAIN_S
+from cache_store.tcp.connection import SUM_BYTES, TOKEN_BYTES, greeting
+from cache_store.tcp.listener import NO_ROOM_PAUSE_S
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_store.layout import GroupLayout
+from cache_store.geometry.layout import GroupLayout
 from cache_store.tiers.keys import TierKeys
 from cache_store.tiers.record import HEADER_BYTES, KEY_BYTES, open_record, record_bytes, seal_record
 from rpc.block_hashes import HashChain

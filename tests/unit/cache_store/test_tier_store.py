@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cache_store.host_copies import HostCopyEngine
-from cache_store.shared_memory import MemoryFile
+from cache_store.memory.host_copies import HostCopyEngine
+from cache_store.memory.shared_memory import MemoryFile
 from cache_store.tiers import lane as lanes
 from cache_store.tiers.copies import page_in
 from cache_store.tiers.disk import DiskTier

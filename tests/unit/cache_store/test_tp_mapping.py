@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_store.geometry.layout import AgentIdentity, GroupLayout
+from cache_store.geometry.tp_mapping import UNMAPPED, PeerShare, head_range, peer_address, peer_map, peers_of, read_plan
 from cache_store.handshake import answer, make_request
-from cache_store.layout import AgentIdentity, GroupLayout
-from cache_store.lease import LeaseState
-from cache_store.reader import WantedGroup, make_caller
-from cache_store.tp_mapping import UNMAPPED, PeerShare, head_range, peer_address, peer_map, peers_of, read_plan
+from cache_store.serving.lease import LeaseState
+from cache_store.serving.reader import WantedGroup, make_caller
 from cache_store.transports import Offer
 from rpc.errors import BatonError, ErrorCode
 from rpc.tp_sizes import sizes_fit

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cache_store.agent import GroupLayout, KvSourceRef
-from cache_store.torch_pool import TorchKvPool
+from cache_store.memory.torch_pool import TorchKvPool
 from rpc.errors import ErrorCode
 from tests.unit.cache_store.agents import (
     LAYOUT,

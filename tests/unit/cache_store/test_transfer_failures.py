@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from cache_store.pool import HostKvPool
+from cache_store.memory.pool import HostKvPool
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.cache_store.agents import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cache_store.agent import GroupLayout
-from cache_store.load import Load, WantedHere
-from cache_store.positions import Positions
+from cache_store.geometry.positions import Positions
+from cache_store.loading.load import Load, WantedHere
 from protos import cache_store_pb2 as pb
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode

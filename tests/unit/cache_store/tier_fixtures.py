@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from cache_store.host_copies import HostCopyEngine
-from cache_store.layout import GroupLayout
-from cache_store.pool import HostKvPool, KvPool, StagedKvPool
-from cache_store.stream_copies import StreamCopyEngine
+from cache_store.geometry.layout import GroupLayout
+from cache_store.memory.host_copies import HostCopyEngine
+from cache_store.memory.pool import HostKvPool, KvPool, StagedKvPool
+from cache_store.memory.stream_copies import StreamCopyEngine
 from cache_store.tiers.copies import block_copies
 from cache_store.tiers.host import HostTier
 from cache_store.tiers.keys import TierKeys

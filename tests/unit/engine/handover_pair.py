@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cache_store import landing, puller
 from cache_store.events import LeaseEnded
 from cache_store.failures import blames_request
-from cache_store.layout import GroupLayout
-from cache_store.lease import LeaseTable
-from cache_store.load import TERMINAL, Load, LoadState, WantedHere
-from cache_store.parking import Parked, ParkedState, ParkingTable
-from cache_store.reader import Caller, Reader, ReaderState, WantedGroup
+from cache_store.geometry.layout import GroupLayout
+from cache_store.loading import landing, puller
+from cache_store.loading.load import TERMINAL, Load, LoadState, WantedHere
+from cache_store.serving.lease import LeaseTable
+from cache_store.serving.parking import Parked, ParkedState, ParkingTable
+from cache_store.serving.reader import Caller, Reader, ReaderState, WantedGroup
 from cache_store.transports import GRPC, IPC
 from engine.messages import PrefillInfo
 from engine.requests import Answer, Request

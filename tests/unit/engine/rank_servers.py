@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from cache_store.agent import AgentEvent, AgentSettings, KvSourceRef, LeaseEnded, LoadDone, LoadFailed, Observation
-from cache_store.layout import GroupLayout
-from cache_store.tp_mapping import head_range
+from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.tp_mapping import head_range
 from engine import messages
 from engine.parallel.agent_messages import AgentCall, apply, event_message, rank_stats
 from engine.parallel.agents import RankAgents

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cache_store.layout import GroupLayout
-from cache_store.pool import StagedKvPool
-from cache_store.stream_copies import StreamCopyEngine
+from cache_store.geometry.layout import GroupLayout
+from cache_store.memory.pool import StagedKvPool
+from cache_store.memory.stream_copies import StreamCopyEngine
 from engine.messages import RunMode
 from engine.parallel.agent_messages import Share
 from engine.transfer import HAND_OVER_BYTES, LATE_BYTES, Publisher

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_store.events import LeaseEnded
-from cache_store.reader import ReaderState
+from cache_store.serving.reader import ReaderState
 from engine.messages import RunMode
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extent

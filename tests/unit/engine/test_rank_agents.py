@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cache_store.events import LeaseEnded, LoadDone, LoadFailed
-from cache_store.load import Load
+from cache_store.loading.load import Load
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extended

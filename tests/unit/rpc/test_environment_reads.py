@@ -12,8 +12,8 @@ PACKAGES = ("rpc", "router", "front", "prefill_server", "decode_server", "engine
 OF_PROCESSES = ("cache_store/tiers/mooncake_client.py", "cache_store/tiers/mooncake_link.py")
 # Beside the bodies of modules: what reads settings, makes a process's own libraries, or starts another process.
 STARTING = {
-    "cache_store/nixl_agent.py": {"load_bindings"},
-    "cache_store/nixl_link.py": {"__init__"},
+    "cache_store/nixl/agent.py": {"load_bindings"},
+    "cache_store/nixl/link.py": {"__init__"},
     "engine/rank_processes.py": {"_environment"},
     "kernels/cpu/library.py": {"load", "_folder"},
     "router/grammar/helper_process.py": {"_start"},
