@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_store.geometry.layout import GroupLayout
-from cache_store.geometry.rows import block_rows, paired_runs, runs
+from cache_store.geometry.rows import Rows, block_rows, paired_runs, runs
+from cache_store.memory import row_copies
 from cache_store.memory.staging import Completions, Slot, StagingRing, settled
 
 WAIT_S = 10.0
@@ -178,3 +179,36 @@ def test_runs_cover_the_numbers_in_order_and_neighbours_are_one(numbers: list[in
 def test_paired_runs_are_consecutive_on_both_sides(pairs: list[tuple[int, int]]) -> None:
     found = paired_runs([one for one, _ in pairs], [other for _, other in pairs])
     assert [(first + i, to + i) for first, to, count in found for i in range(count)] == pairs
+
+
+ORDERS = st.sampled_from(["as they come", "ascending", "neighbours"])
+
+
+def drawn_rows(data: st.DataObject, count: int, among: int) -> list[int]:
+    order = data.draw(ORDERS)
+    if order == "neighbours":
+        first = data.draw(st.integers(0, among - count))
+        return list(range(first, first + count))
+    numbers = data.draw(st.permutations(range(among)))[:count]
+    return sorted(numbers) if order == "ascending" else numbers
+
+
+@given(st.integers(0, 24), st.sampled_from([1, 6, 64]), st.data())
+def test_copied_rows_are_those_of_the_source_and_no_other_byte_changes(
+    count: int, unit: int, data: st.DataObject
+) -> None:
+    read, write = drawn_rows(data, count, 30), drawn_rows(data, count, 30)
+    rng = np.random.default_rng(7)
+    source, target = (rng.integers(0, 256, (30, unit), np.uint8) for _ in range(2))
+    expected = target.copy()
+    for one, other in zip(read, write, strict=True):
+        expected[other] = source[one]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_copies, "_CHUNK_BYTES", data.draw(st.sampled_from([1, 5 * unit, 1 << 20])))
+        row_copies.copy_rows(
+            memoryview(source).cast("B"),
+            Rows("g", 0, unit, read),
+            memoryview(target).cast("B"),
+            Rows("g", 0, unit, write),
+        )
+    assert (target == expected).all()
