@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from engine import transfer
 from engine.core import EngineUnusable
 from engine.graph_settings import PrefillGraphSettings
 from engine.messages import EngineEnvelope, FinishReason, FrontMessage, RunMode
@@ -212,7 +213,8 @@ def test_handover_when_the_first_token_ends_the_request_then_d_decodes_nothing(r
         assert d.clean()
 
 
-def test_overlap_when_layers_are_slow_then_each_arrives_while_the_next_is_computed():
+def test_overlap_when_layers_are_slow_then_each_arrives_while_the_next_is_computed(monkeypatch):
+    monkeypatch.setattr(transfer, "HAND_OVER_S", 0.0)  # every layer takes longer, and goes by itself
     with pair() as (p, d):
         hook = p.core._layer_hook
 
