@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from rpc.parent_death import end_with_parent
+from rpc.parent_death import end_with_parent, outlive_parent
 
 WORKERS = 6  # requests at a time
 MAX_MESSAGE_BYTES = 128 << 10
@@ -144,7 +144,9 @@ def main() -> int:
 
 
 def _leave(client: Client) -> None:
-    """Takes this process's part out of the store in order, so that nobody is sent to it any more."""
+    """Takes this process's part out of the store in order, so that nobody is sent to it any more. That takes the library
+    a second, for which the engine does not wait."""
+    outlive_parent()
     thread = threading.Thread(target=client.close, daemon=True)
     thread.start()
     thread.join(CLOSE_S)

@@ -47,8 +47,9 @@ def needs_mooncake() -> pytest.MarkDecorator:
 class MooncakeMaster:
     """`start` again after `kill` gives one with the same address and nothing in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_ttl_s: int = CLIENT_TTL_S) -> None:
         self.port = 0
+        self._client_ttl_s = client_ttl_s
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
 
@@ -101,7 +102,7 @@ class MooncakeMaster:
                 f"--metrics_port={_free_port()}",
                 "--rpc_thread_num=2",
                 "--enable_metric_reporting=false",
-                f"--client_ttl={CLIENT_TTL_S}",
+                f"--client_ttl={self._client_ttl_s}",
                 "--logtostderr",
             ],
             stdin=subprocess.DEVNULL,
@@ -119,8 +120,8 @@ class MooncakeMaster:
 
 
 @contextmanager
-def running_master() -> Iterator[MooncakeMaster]:
-    master = MooncakeMaster()
+def running_master(client_ttl_s: int = CLIENT_TTL_S) -> Iterator[MooncakeMaster]:
+    master = MooncakeMaster(client_ttl_s)
     try:
         master.start()
         yield master

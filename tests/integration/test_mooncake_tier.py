@@ -371,6 +371,45 @@ def test_client_when_its_engine_is_killed_then_ends_too_and_it_never_knew_the_en
     eventually(lambda: not alive(pid))
 
 
+LEAVER = """
+import os, sys, time
+from cache_store.tiers.mooncake import open_tier
+tier = open_tier(sys.argv[1], int(sys.argv[2]), 20.0)
+print(tier.link.pid, flush=True)
+sys.stdin.read()
+tier.close()
+os._exit(0)
+"""
+
+
+def test_client_when_its_engine_ends_in_order_then_nobody_is_sent_to_its_part_of_the_store_any_more() -> None:
+    with (
+        running_master(client_ttl_s=600) as master,  # which would not notice by itself that one is gone
+        tiers(master, 0, timeout_s=CALM_S) as (reader,),
+    ):
+        owner = subprocess.Popen(
+            [sys.executable, "-c", LEAVER, f"{master.address}?segment_bytes={SEGMENT_BYTES}", str(RECORD_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert owner.stdout is not None
+            pid = int(owner.stdout.readline())
+            keys = keys_of(3)
+
+            def stored() -> bool:
+                with suppress(TierError):
+                    return all(reader.put(key, record_of(key)) for key in keys)
+                return False
+
+            eventually(stored)  # in the only part that there is
+            assert reader.find(keys) == len(keys)
+        finally:
+            owner.communicate()
+        eventually(lambda: reader.find(keys) == 0)
+        eventually(lambda: not alive(pid))
+
+
 @pytest.mark.extended
 def test_tier_when_the_master_comes_after_the_server_then_works_from_then_on(
     caplog: pytest.LogCaptureFixture,
