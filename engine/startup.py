@@ -181,8 +181,10 @@ def start_core(
         grammars = GrammarWorkers(compiler, wakeup.wake)
     if hub is not None:
         from engine.parallel.leader import LOADED, start_deadline
+        from engine.parallel.messages import LoadedWeights
 
-        hub.meet(LOADED, start_deadline(config))
+        weights = LoadedWeights(runner.model_fingerprint, runner.model.weights_files)
+        hub.meet(LOADED, start_deadline(config), weights)
     rank = finish_rank(config, runner, engine_id, wakeup.wake, began)
     core = make_core(rank, grammars, hub)
     ready = engine_ready(rank, engine_id, core, hub)

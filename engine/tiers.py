@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from cache_store.agent import AgentIdentity
 from cache_store.memory.pool import KvPool
@@ -18,7 +17,6 @@ from cache_store.tiers.store import TierStore
 from cache_store.tiers.tier import Tier
 from engine.config import EngineConfig
 from engine.kv_cache.cache import KvCache
-from engine.loader.fingerprint import weights_digest
 from engine.memory import free_memory_bytes
 from rpc.errors import BatonError, ErrorCode
 
@@ -47,9 +45,6 @@ def open_tiers(
             raise BatonError(
                 ErrorCode.INVALID_PARAMS, f"{flag} {limit} has no room for two blocks of this model, {size} bytes each"
             )
-    model = identity.model_fingerprint
-    if config.kv_disk_path or config.kv_tier:  # where blocks of other models may lie, of which some differ in little
-        model += ":" + weights_digest(Path(config.model), config.load_format)
     free = free_memory_bytes()
     if config.kv_host_bytes > free:
         raise BatonError(
@@ -76,7 +71,9 @@ def open_tiers(
     return TierStore(
         tiers,
         block_copies(pool, layout),
-        TierKeys(model, layout, tp_rank=identity.rank, tp_size=identity.tp_size, numerics=numerics),
+        TierKeys(
+            identity.model_fingerprint, layout, tp_rank=identity.rank, tp_size=identity.tp_size, numerics=numerics
+        ),
         kv.versions(layout.tag),
         timeout_s=config.kv_tier_timeout_ms / 1000,
         wake=wake,

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.loader.errors import ModelLoadError
 from engine.loader.upload import Upload
+from engine.loader.weights_file import WeightsFile
 from engine.models.config import read_json
 from engine.parallel.shards import Part
 
@@ -65,15 +66,23 @@ class SafetensorsCheckpoint:
         self._upload = Upload(device) if device is not None and device.type == "cuda" else None
         self._stack = ExitStack()
         self._place: dict[str, tuple[Path, safe_open]] = {}  # tensor name to its file
+        self.files: list[WeightsFile] = []  # sorted; of two with a tensor of one name, the later one has it
+        self.names: set[str] = set()  # of the tensors that were read
         try:
             for file in checkpoint_files(folder):
-                self.total_bytes += file.stat().st_size
+                self.files.append(WeightsFile(file))  # before it is opened: what changes from now on is noticed
+                self.total_bytes += self.files[-1].state.size
                 handle = self._open(file)
                 for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                     self._place[name] = (file, handle)
         except BaseException:
             self._stack.close()
             raise
+
+    def require_unchanged(self) -> None:
+        """Raises ModelLoadError unless all files are those that were opened, and as they were."""
+        for file in self.files:
+            file.require_unchanged()
 
     def _open(self, file: Path) -> safe_open:
         try:
@@ -108,6 +117,7 @@ class SafetensorsCheckpoint:
             out.copy_(tensor)
         else:
             self._upload.copy(tensor, out)
+        self.names.add(name)
         self.read_bytes += tensor.nbytes
         self._on_read(self.read_bytes)
 

@@ -88,6 +88,8 @@ class LlamaModel:
     layer_class = LlamaLayer
     takes_embeddings = True  # in place of those of tokens
     read_bytes = 0  # of tensors of the checkpoint's files
+    weights_digest = ""  # of all weights, or how they were made up; on rank 0
+    weights_files = ""  # names the files that were read, and their state; empty without files
 
     def __init__(self, config: ModelConfig, load: WeightLoader) -> None:
         self.config = config

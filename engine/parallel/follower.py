@@ -20,6 +20,7 @@ from engine.parallel.port import Port
 from engine.parallel.step_orders import FollowedSteps, embeddings_travel_apart, take_embeddings
 from engine.startup import LoadedRank, finish_rank, load_model
 from engine.transfer import Publisher
+from rpc.errors import BatonError, ErrorCode
 from rpc.faults import fault
 
 FIGURES_S = 0.25  # longest time that a follower keeps its agent's figures back while there is anything to tell
@@ -43,7 +44,15 @@ def start_follower(config: EngineConfig, port: Port, meeting: str, wakeup: Wakeu
     size, timeout_s = config.tensor_parallel_size, config.tp_broadcast_timeout_seconds
     communicator = connect(config.rank, size, meeting, device, timeout_s)
     runner = load_model(config, communicator)
-    _meet(port, LOADED, deadline)
+    weights = _meet(port, LOADED, deadline).weights
+    if weights is None:
+        raise RankLost(0, "protocol", "did not name the model")
+    if weights.files != runner.model.weights_files:
+        raise BatonError(
+            ErrorCode.INVALID_PARAMS,
+            f"--model {config.model}: files changed while the ranks loaded them; start again once they are complete",
+        )
+    runner.model_fingerprint = weights.model_fingerprint
     rank = finish_rank(config, runner, start.engine_id, wakeup.wake, began)
     communicator.begin_serving()
     return Follower(rank, port, wakeup)
@@ -55,10 +64,12 @@ def _awaited(port: Port, deadline: float) -> FollowerFrame:
     return frame
 
 
-def _meet(port: Port, place: str, deadline: float) -> None:
+def _meet(port: Port, place: str, deadline: float) -> FollowerFrame:
     port.send(RankFrame(reached=place))
-    if not _awaited(port, deadline).proceed:
+    frame = _awaited(port, deadline)
+    if not frame.proceed:
         raise RankLost(0, "protocol", f"did not wait at {place!r}")
+    return frame
 
 
 class Follower:

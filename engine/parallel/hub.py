@@ -21,7 +21,14 @@ from engine.messages import RankFacts
 from engine.parallel.agent_messages import AgentCall, error_of
 from engine.parallel.frame_socket import HEADER_BYTES, MOST_BYTES, FrameSocket
 from engine.parallel.lost import RankLost
-from engine.parallel.messages import PROTOCOL_VERSION, FollowerFrame, FollowerStart, RankFrame, StepOrder
+from engine.parallel.messages import (
+    PROTOCOL_VERSION,
+    FollowerFrame,
+    FollowerStart,
+    LoadedWeights,
+    RankFrame,
+    StepOrder,
+)
 
 HEARTBEAT_S = 1.0  # longest silence towards the followers while they have nothing to do, if the deadline allows it
 BLAME_S = 0.5  # how long a failed step waits for the rank that is at fault to say so
@@ -83,15 +90,16 @@ class Hub:
         """Gives every follower what it needs to load."""
         self._send(FollowerFrame(self._next(), start=start))
 
-    def meet(self, place: str, deadline: float) -> None:
-        """Waits until every follower has reached `place`, and lets them go on. deadline: a reading of the clock.
+    def meet(self, place: str, deadline: float, weights: LoadedWeights | None = None) -> None:
+        """Waits until every follower has reached `place`, and lets them go on; `weights` is what they are told then.
+        deadline: a reading of the clock.
 
         Ranks load at their own pace, so this wait has the deadline of the start, and what follows it that of serving.
         """
         self._wait_until(lambda follower: follower.reached == place, f"reached {place!r}", deadline)
         for follower in self._followers:
             follower.reached = ""
-        self._send(FollowerFrame(self._next(), proceed=True))
+        self._send(FollowerFrame(self._next(), proceed=True, weights=weights))
 
     def ready(self, deadline: float) -> list[RankFacts]:
         """What the followers say about themselves, in the order of their ranks, once all can compute."""

@@ -11,7 +11,7 @@ import msgspec
 from engine.messages import EngineError, Observation, RankFacts, RankStats
 from engine.parallel.agent_messages import AgentCall, RankEvent, Share
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class EmbeddingsOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -73,12 +73,20 @@ class FollowerStart(msgspec.Struct):
     protocol_version: int = PROTOCOL_VERSION
 
 
+class LoadedWeights(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 has found out about the weights, for all."""
+
+    model_fingerprint: str
+    files: str  # the files and their state; a rank that read others has another model
+
+
 class FollowerFrame(msgspec.Struct, omit_defaults=True):
     """Rank 0 to every other rank."""
 
     seq: int
     start: FollowerStart | None = None
     proceed: bool = False  # all ranks have come as far as the follower's `reached`
+    weights: LoadedWeights | None = None  # with `proceed`, where they are loaded
     wipes: list[tuple[str, list[int]]] = []  # group, blocks to be zeroed
     calls: list[AgentCall] = []
     step: StepOrder | None = None

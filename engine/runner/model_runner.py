@@ -96,9 +96,12 @@ class ModelRunner:
         self.backend = select_backend(
             attention_backend, own, block_size, self.dtype, device=self.device, limits=self.limits
         )
-        self.model_fingerprint = model_fingerprint(folder, load_format, self.device.type)
         with torch.inference_mode():
             self.model = load_model(folder, self.config, self.dtype, load_format, self._maker(), communicator)
+        # Rank 0 finds it for all; the others are told
+        self.model_fingerprint = (
+            model_fingerprint(self.config, self.model.weights_digest) if communicator.rank == 0 else ""
+        )
         self.groups = [
             KvGroupInfo(
                 tag=FULL_GROUP,

@@ -13,7 +13,6 @@ import torch
 
 from cache_store.geometry.layout import GroupLayout
 from cache_store.tiers.keys import TierKeys
-from engine.loader.fingerprint import weights_digest
 from engine.numerics import numerics_of
 from protos import worker_pb2
 from rpc.block_hashes import HashChain
@@ -73,8 +72,9 @@ class Tiered:
             group.tag, num_layers=group.num_layers, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim,
             block_size=group.block_size, dtype=group.dtype,
         )  # fmt: skip
-        model = f"{info.model_fingerprint}:{weights_digest(Path(self.cluster.model))}"
-        keys = TierKeys(model, layout, numerics=numerics_of(torch.device("cpu"), info.attention_backend))
+        keys = TierKeys(
+            info.model_fingerprint, layout, numerics=numerics_of(torch.device("cpu"), info.attention_backend)
+        )
         name = keys.key(HashChain(BLOCK).extend(PROMPT, BLOCKS)[block]).hex()
         return self.folder / "blocks" / name[:2] / f"{name}.kv"
 

@@ -1,4 +1,4 @@
-"""Checkpoints: shards, dtypes, random weights, fingerprints, and the errors of broken folders."""
+"""Checkpoints: shards, dtypes, random weights, and the errors of broken folders."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.loader import fingerprint
 from engine.loader.checkpoint import INDEX_FILE, SINGLE_FILE
 from engine.loader.errors import ModelLoadError
-from engine.loader.fingerprint import model_fingerprint, weights_digest
 from engine.runner.batch import BatchRow, StepBatch
 from engine.runner.inputs import build_inputs
 from engine.runner.model_runner import ModelRunner
@@ -56,11 +54,10 @@ def some_logits(folder: Path, dtype: str = "float32", load_format: str = "auto")
         return runner.model.logits(runner.forward(batch, build_inputs(batch, runner.device)))
 
 
-def test_checkpoint_when_sharded_then_logits_and_fingerprint_equal_the_single_file(folder: Path) -> None:
-    single, name = some_logits(folder), model_fingerprint(folder)
+def test_checkpoint_when_sharded_then_logits_equal_those_of_the_single_file(folder: Path) -> None:
+    single = some_logits(folder)
     shard(folder)
     assert torch.equal(some_logits(folder), single)
-    assert model_fingerprint(folder) == name
 
 
 def test_checkpoint_when_stored_in_half_precision_then_is_converted(folder: Path) -> None:
@@ -131,7 +128,6 @@ def test_dummy_weights_when_made_twice_then_are_the_same_and_need_no_files(folde
     assert torch.equal(some_logits(folder, load_format="dummy"), first)
     assert torch.isfinite(first).all()
     assert first.std() > 0.1
-    assert model_fingerprint(folder, "dummy") == model_fingerprint(folder, "dummy")
 
 
 def test_load_format_when_unknown_then_error_names_flag_and_value(folder: Path) -> None:
@@ -142,52 +138,3 @@ def test_load_format_when_unknown_then_error_names_flag_and_value(folder: Path) 
 def test_attention_backend_when_unknown_then_error_names_flag_and_choices(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"--attention-backend 'flash9'.*torch"):
         ModelRunner(folder, "float32", 16, attention_backend="flash9")
-
-
-def test_fingerprint_when_weights_or_configuration_change_then_changes(folder: Path) -> None:
-    first = model_fingerprint(folder)
-    assert len(first) == 32
-    assert int(first, 16) >= 0
-    assert model_fingerprint(tiny_model("llama")) == first
-    assert model_fingerprint(folder, "dummy") != first
-    rewrite(folder, lambda tensors: tensors["model.norm.weight"].mul_(1.5))
-    second = model_fingerprint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
-    third = model_fingerprint(folder)
-    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4, "transformers_version": "9"}))
-    assert model_fingerprint(folder) == third
-    assert len({first, second, third}) == 3
-
-
-def test_fingerprint_when_a_single_value_differs_then_it_does(folder: Path) -> None:
-    first = model_fingerprint(folder)
-    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][7, 11].add_(0.5))
-    assert model_fingerprint(folder) != first
-
-
-def test_fingerprint_when_the_model_is_too_large_to_be_looked_at_whole_then_samples_still_tell_other_weights(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
-    first = model_fingerprint(folder)
-    rewrite(folder, lambda tensors: tensors["model.norm.weight"].mul_(1.5))
-    second = model_fingerprint(folder)
-    assert second != first
-    shard(folder)
-    assert model_fingerprint(folder) == second
-
-
-def test_weights_digest_when_a_single_value_differs_then_it_does_and_files_do_not_matter(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
-    first, sampled = weights_digest(folder), model_fingerprint(folder)
-    assert len(first) == 32
-    rewrite(folder, lambda tensors: tensors["model.embed_tokens.weight"][7, 11].add_(0.5))
-    second = weights_digest(folder)
-    assert second != first
-    assert model_fingerprint(folder) == sampled
-    shard(folder)
-    assert weights_digest(folder) == second
-    assert weights_digest(folder, "dummy") == ""

@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
-from engine.loader import fingerprint
 from engine.loader.checkpoint import SINGLE_FILE
 from kernels.cpu import library
 from rpc.errors import BatonError, ErrorCode
@@ -54,20 +53,17 @@ def test_engine_when_blocks_have_another_form_then_does_not_find_them(tmp_path: 
 
 
 def test_engine_when_one_weight_is_another_then_does_not_find_what_the_other_model_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)  # as for a large model
     model, blocks = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model")), tmp_path / "blocks"
     with tiered(blocks, model=model) as first:
         answer(first, "computed")
-        name = first.ready.model_fingerprint
     weights = load_file(model / SINGLE_FILE)
     weights["model.embed_tokens.weight"][PROMPT[0], 11] += 0.5
     save_file(weights, model / SINGLE_FILE)
     with RealEngine("decode", model=model) as plain:
         expected, _ = answer(plain, "plain")
     with tiered(blocks, model=model) as second:
-        assert second.ready.model_fingerprint == name  # by its samples it is the same
         assert answer(second, "again") == (expected, 0)
 
 
