@@ -61,10 +61,18 @@ ACTIONS = st.one_of(
     st.tuples(st.just("stream_goes_on"), index, st.integers(0, 9), st.integers(0, 9)),
     st.tuples(st.just("event_is_lost_or_comes_twice"), index, st.sampled_from(["drop", "duplicate", *[""] * 6])),
     st.tuples(
-        st.just("request_is_handed_over"), keys, st.sampled_from([True, True, False]), st.integers(0, 2 * PIECES)
+        st.just("request_is_handed_over"),
+        keys,
+        st.sampled_from([True, True, False]),
+        st.sampled_from([5, 20]),
+        st.integers(0, 2 * PIECES),
     ),
     st.tuples(
-        st.just("request_is_handed_over"), keys, st.sampled_from([True, True, False]), st.integers(0, 2 * PIECES)
+        st.just("request_is_handed_over"),
+        keys,
+        st.sampled_from([True, True, False]),
+        st.just(20),
+        st.integers(0, 2 * PIECES),
     ),
     st.tuples(st.just("load"), keys, st.integers(0, 1), st.booleans()),
     *[
@@ -213,16 +221,17 @@ class OneSidedMachine(RuleBasedStateMachine):
 
     # ---- D
 
-    def request_is_handed_over(self, key: str, hold: bool, copies: int) -> None:
-        """As it mostly goes: the KV is computed while it is loaded, and a part of it has been copied."""
+    def request_is_handed_over(self, key: str, hold: bool, events: int, copies: int) -> None:
+        """As it mostly goes: the KV is computed while it is loaded, P has written so many events, D has read them, and
+        a part of what they name has been copied."""
         self.admit(key, 0)
         for rank in range(self.ranks):
             self.load(key, rank, again=False)
         self.server.finish(key, hold)
         for transfer in self.transfers:
             if transfer.key == key and transfer.server is self.server:
-                while transfer.serve():
-                    pass
+                for _ in range(events):
+                    transfer.serve()
                 while transfer.read_event():
                     pass
                 for _ in range(copies):
