@@ -334,8 +334,10 @@ TIER_FAMILIES = (
        "Ends of a look-up or a load at a block: absent, lost (gone since the look-up), damaged, failed",
        conditions=_COLOCATED, tier=_TIERS, reason="absent lost damaged failed"),
     _f("kv_tier_writes_total", "c", _SERVERS, "tier outcome",
-       "Blocks offered to the tier: stored, refused (no room in it), failed, dropped (it does not keep up)",
-       conditions=_COLOCATED, tier=_TIERS, outcome="stored refused failed dropped"),
+       "Blocks for the tier, by what became of them: stored, refused (no room in it), failed (after several tries "
+       "where the reason may pass), dropped (too many wait for it), overtaken (the pool gave the block to another request "
+       "while it waited for the tier)",
+       conditions=_COLOCATED, tier=_TIERS, outcome="stored refused failed dropped overtaken"),
     _f("kv_tier_skipped_writes_total", "c", _SERVERS, "reason",
        "Blocks that were offered to no tier: present (every tier has them), reused (given to another request before "
        "they were copied), queue_full, failed",

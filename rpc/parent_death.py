@@ -18,7 +18,7 @@ def end_with_parent() -> None:
 
 
 def outlive_parent() -> None:
-    """Takes `end_with_parent` back, for one that has something to put in order and ends by itself soon. Raises OSError."""
+    """Takes `end_with_parent` back, for one that puts something in order and then ends by itself. Raises OSError."""
     _set_death_signal(0)
 
 

@@ -108,17 +108,24 @@ class DiskTier:
         return count
 
     def has(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Sets the times of files, those that are new included."""
+        now, stamp_ns = time.monotonic(), time.time_ns()
+        stale: list[tuple[bytes, int]] = []
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return False
-            self._entries.move_to_end(key)
-        now = time.monotonic()
-        if now - entry.stamped_s >= STAMP_S:
-            entry.stamped_s = now
+            for position in range(len(keys) - 1, -1, -1):
+                entry = self._entries.get(keys[position])
+                if entry is None:
+                    continue
+                self._entries.move_to_end(keys[position])
+                if now - entry.stamped_s >= STAMP_S:
+                    entry.stamped_s, entry.stamp_ns = now, 0
+                    stale.append((keys[position], stamp_ns - position))
+        for key, stamp in stale:
             with contextlib.suppress(OSError):  # `get` will tell
-                os.utime(self._file(key))
-        return True
+                os.utime(self._file(key), ns=(stamp, stamp))
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Is no use: `find` comes before it, in the right order."""
@@ -174,7 +181,7 @@ class DiskTier:
             raise _tier_error(error) from error
         with self._lock:
             if key not in self._entries:
-                self._entries[key] = _Entry(size, time.monotonic())
+                self._entries[key] = _Entry(size, -STAMP_S)
                 self._bytes += size
         return True
 

@@ -36,7 +36,13 @@ class HostTier:
             return count
 
     def has(self, key: bytes) -> bool:
-        return self.find((key,)) == 1
+        return key in self._records
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._records:
+                    self._records.move_to_end(key)
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Is no use: `find` comes before it, in the right order."""

@@ -7,12 +7,14 @@ until they come back, so that no request waits for what is known not to answer.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from cache_store.observations import Observe
 from cache_store.tiers.tier import Tier, TierError, TierStats, reason_of
@@ -23,9 +25,29 @@ READERS = 2
 MOST_KNOWN = 65536  # keys that are taken to be in a shared tier, without asking it
 MOST_READS = 64  # jobs that wait for a reader
 QUEUE_BYTES = 64 << 20  # of records that wait to be written, as long as one fits
+# Between tries of a record that could not be written for one of the reasons that pass: longer in all than a store takes
+# to notice that one of its servers is gone.
+PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0, 2.0)
+PASSING = frozenset(("unreachable", "timeout"))
+PATIENCE_S = 30.0  # that records wait for a tier which takes nothing; then they are given up, and their memory is free
+TURN_S = 0.25  # between looks at whether it does
+ENTRY_BYTES = 256  # that a tier may need beside a record
 CLOSE_S = 2.0  # for the threads to end; one that hangs is left behind
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Order:
+    """For the writing thread: to put the record of one key, or to touch keys."""
+
+    keys: Sequence[bytes]
+    record: bytes | None
+
+
+@dataclass(slots=True)
+class _Failure:
+    reason: str = ""  # of an operation that failed
 
 
 class TierLane:
@@ -43,8 +65,13 @@ class TierLane:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_READS)
         self._busy_since = [0.0] * READERS  # 0: the reader waits for work
         self._changed = threading.Condition()
-        self._records: deque[tuple[bytes, bytes]] = deque()  # to be written
-        self._waiting_bytes = 0
+        self._orders: deque[_Order] = deque()
+        self._queued: set[bytes] = set()  # keys of records among them
+        self._waiting_bytes = 0  # of all of them
+        self._tries = 0  # of the record at the front
+        self._given_up = False  # the last record that failed for a reason that may pass
+        self._takes_nothing_since = 0.0  # 0: it does
+        self.on_room: Callable[[], None] = lambda: None  # called by the writing thread when a record is off the queue
         self._epoch = self._cleared = 0  # of the last order to clear, and of the last one that was carried out
         self._putting = threading.Lock()  # `put` by those who offer
         self._direct = not writes
@@ -126,14 +153,29 @@ class TierLane:
         """Whether a record need not be offered. A shared tier is taken to have what it had until it lacks it."""
         if self.shared:
             return key in self._known
-        return self._cleared == self._epoch and self.tier.has(key)
+        return key in self._queued or (self._cleared == self._epoch and self.tier.has(key))
 
-    def takes_one(self) -> bool:
-        """Whether it is worth copying a block to offer it; counts it as refused if not."""
-        if self.tier.takes:
+    @property
+    def takes(self) -> bool:
+        """Whether it is worth copying a block to offer it."""
+        return self.tier.takes
+
+    @property
+    def epoch(self) -> int:
+        """Of the last order to clear."""
+        return self._epoch
+
+    def capacity(self, record_bytes: int) -> float:
+        """How many records it can hold at all; infinity if it cannot tell."""
+        limit = self.tier.stats().limit_bytes
+        return limit // (record_bytes + ENTRY_BYTES) if limit else math.inf
+
+    def has_room(self, count: int, record_bytes: int) -> bool:
+        """Whether so many records may be offered now."""
+        if self._direct:
             return True
-        self._observe("kv_tier_writes_total", tier=self.name, outcome="refused")
-        return False
+        with self._changed:
+            return self._waiting_bytes + count * record_bytes <= QUEUE_BYTES or (count == 1 and not self._queued)
 
     def _note(self, key: bytes) -> None:
         if self.shared:
@@ -148,39 +190,43 @@ class TierLane:
                 for key in keys:
                     self._known.pop(key, None)
 
-    def offer(self, key: bytes, record: bytes, epoch: int, wait_s: float) -> bool:
-        """Has the record written, if the last order to clear is the one of `epoch`. Waits up to `wait_s` for room among
-        those that wait; False: it was dropped."""
+    def offer(self, key: bytes, record: bytes, epoch: int) -> bool:
+        """Has the record written, if the last order to clear is the one of `epoch`. The one who offers has seen that
+        there is room."""
         if self._direct:
             with self._putting:
                 if epoch != self._epoch:
                     return False
-                self._put(key, record)
+                self._book(key, record, self._put(key, record)[0])
             return True
         with self._changed:
-            if wait_s > 0 and not self._has_room(record):
-                self._changed.wait_for(lambda: self._closed or self._has_room(record), wait_s)
-            if epoch != self._epoch and not self.shared:
+            if self._closed or (epoch != self._epoch and not self.shared):
                 return False
-            if self._closed or not self._has_room(record):
-                self._observe("kv_tier_writes_total", tier=self.name, outcome="dropped")
-                return False
-            self._records.append((key, record))
-            self._note(key)  # or it would be offered again until it is written
+            self._orders.append(_Order((key,), record))
+            self._queued.add(key)  # or it would be offered again until it is written
+            self._note(key)
             self._waiting_bytes += len(record)
             self._changed.notify_all()
         return True
 
-    def _has_room(self, record: bytes) -> bool:
-        return not self._records or self._waiting_bytes + len(record) <= QUEUE_BYTES
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These were used, the first one of late; once those that were offered before are written."""
+        if self.shared:
+            return  # its own affair
+        if self._direct:
+            with self._putting, self._operation("touch"):
+                self.tier.touch(keys)
+            return
+        with self._changed:
+            self._orders.append(_Order(keys, None))
+            self._changed.notify_all()
 
     def clear(self, epoch: int) -> None:
         """Forgets every record, and those that wait to be written. Nothing is found from now on until that is done."""
         if self.shared:
             return
         with self._changed, self._putting:
-            self._records.clear()
-            self._waiting_bytes = 0
+            self._drop_orders()
             self._epoch = epoch
             self._changed.notify_all()
 
@@ -191,13 +237,18 @@ class TierLane:
     def idle(self) -> bool:
         """Whether nothing waits to be written or cleared."""
         with self._changed:
-            return not self._records and self._cleared == self._epoch
+            return not self._orders and self._cleared == self._epoch
+
+    def _drop_orders(self) -> None:
+        self._orders.clear()
+        self._queued.clear()
+        self._waiting_bytes = 0
 
     def close(self) -> None:
         """Ends the threads; what waits to be written is lost. A tier that hangs is not waited for."""
         self._closed = True
         with self._changed:
-            self._records.clear()
+            self._drop_orders()
             self._changed.notify_all()
         for _ in range(READERS):
             try:
@@ -231,29 +282,65 @@ class TierLane:
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._records or self._cleared != self._epoch)
+                self._changed.wait_for(lambda: self._closed or self._orders or self._cleared != self._epoch)
                 if self._closed:
                     return
                 epoch = self._epoch
-                item = self._records[0] if self._cleared == epoch else None
-            if item is None:
+                order = self._orders[0] if self._cleared == epoch else None
+            pause_s = 0.0
+            if order is None:
                 with self._operation("clear"):
                     self.tier.clear()
+            elif order.record is None:
+                with self._operation("touch"):
+                    self.tier.touch(order.keys)
             else:
-                self._put(*item)
+                pause_s = self._try_to_put(order.keys[0], order.record)
             with self._changed:
-                if item is None:
+                if order is None:
                     self._cleared = epoch
-                elif self._records and self._records[0] is item:  # taken away only now: `idle` means written
-                    self._records.popleft()
-                    self._waiting_bytes -= len(item[1])
+                elif pause_s:
+                    self._changed.wait_for(lambda: self._closed or self._epoch != epoch, pause_s)  # noqa: B023
+                elif self._orders and self._orders[0] is order:  # taken away only now: `idle` means written
+                    self._orders.popleft()
+                    if order.record is not None:
+                        self._queued.discard(order.keys[0])
+                        self._waiting_bytes -= len(order.record)
                 self._changed.notify_all()
+            if not pause_s:
+                self.on_room()
 
-    def _put(self, key: bytes, record: bytes) -> None:
+    def _try_to_put(self, key: bytes, record: bytes) -> float:
+        """Writes the record at the front, or gives it up: 0. Else how long to wait before it is tried again: a hole in
+        a prefix makes what follows it useless, and many a reason passes, as when a server has just left a store."""
+        now = time.monotonic()
+        if not self.tier.takes:
+            self._takes_nothing_since = self._takes_nothing_since or now
+            if now - self._takes_nothing_since < PATIENCE_S:
+                return TURN_S
+            self._book(key, record, "failed")
+            return 0.0
+        self._takes_nothing_since = 0.0
+        outcome, reason = self._put(key, record)
+        passes = reason in PASSING if outcome == "failed" else outcome == "refused" and not self.tier.takes
+        if passes and not self._given_up and self._tries < len(PAUSES_S):
+            self._tries += 1
+            return PAUSES_S[self._tries - 1]
+        self._given_up = passes  # then those that follow are tried once, until one is written
+        self._tries = 0
+        self._book(key, record, outcome)
+        return 0.0
+
+    def _put(self, key: bytes, record: bytes) -> tuple[str, str]:
+        """The outcome, and the reason of a failure."""
         outcome = "failed"
-        with self._operation("put"):
+        with self._operation("put") as failure:
             full = fault("cache_store.tier", tier=self.name, operation="put") & FULL
             outcome = "stored" if not full and self.tier.put(key, record) else "refused"
+        return outcome, failure.reason
+
+    def _book(self, key: bytes, record: bytes, outcome: str) -> None:
+        """What has become of a record in the end."""
         self._observe("kv_tier_writes_total", tier=self.name, outcome=outcome)
         if outcome == "stored":
             self._note(key)
@@ -262,13 +349,14 @@ class TierLane:
             self._forget((key,))
 
     @contextmanager
-    def _operation(self, operation: str) -> Iterator[None]:
+    def _operation(self, operation: str) -> Iterator[_Failure]:
         """Counts the time of a tier's call, and swallows what it fails with."""
         began = time.monotonic()
+        failure = _Failure()
         try:
-            yield
+            yield failure
         except Exception as error:
-            reason = reason_of(error)
+            reason = failure.reason = reason_of(error)
             self._observe("kv_tier_errors_total", tier=self.name, reason=reason)
             count = self._failures.occurred(reason)
             if count:

@@ -144,7 +144,7 @@ def main() -> int:
 
 
 def _leave(client: Client) -> None:
-    """Takes this process's part out of the store in order, so that nobody is sent to it any more. That takes the library
+    """Takes this process's part out of the store in order, so that nobody is sent to it any more. It takes the library
     a second, for which the engine does not wait."""
     outlive_parent()
     thread = threading.Thread(target=client.close, daemon=True)

@@ -1,11 +1,9 @@
 """The tiers below one engine's KV pool, as the engine sees them: blocks go down when they are computed and come back
 when a prompt asks for them. No call of the engine's thread waits for anything here.
 
-Down: the engine names blocks that have entered its prefix cache. A thread copies each out of the pool and hands the
-record to every tier. The block may be given to another request at any time, so the copy only counts if the block's
-version, which the pool raises when it gives a block out, is the same after the copy as when the engine named it. The
-thread begins when the engine polls next, after the step in which the blocks were named: its copies would take
-processors and memory from the very step that a first token waits for.
+Down: the engine names blocks that have entered its prefix cache, and a thread gives them to the tiers (descent.py). It
+begins when the engine polls next, after the step in which the blocks were named: its copies would take processors and
+memory from the very step that a first token waits for.
 
 Up: a `Fetch` is first looked up, which tells how many leading blocks the tiers have, nearest tier first; then loaded
 into blocks that the engine has reserved. A record is copied into memory of the reading thread, or lies in memory of
@@ -31,17 +29,16 @@ from cache_store.events import Observation
 from cache_store.memory.staging import Ticket
 from cache_store.observations import ObservationBuffer
 from cache_store.tiers.copies import BlockCopies
+from cache_store.tiers.descent import Descent
 from cache_store.tiers.host import HostTier
 from cache_store.tiers.keys import TierKeys
 from cache_store.tiers.lane import READERS, TierLane
-from cache_store.tiers.record import HEADER_BYTES, open_record, record_bytes, seal_record
+from cache_store.tiers.record import open_record, record_bytes
 from cache_store.tiers.tier import Tier, TierStats
 from rpc.log_limit import LogLimit
 
-MOST_WRITES = 4096  # blocks that wait to be copied out of the pool
 MOST_HOPS = 64  # turns from tier to tier of one look-up
 BLOCKS_FOR_A_READER = 8  # of a load; fewer are not worth another one
-ROOM_WAIT_S = 1.0  # that the copying thread waits for a tier of this server to keep up
 DRAIN_S = 2.0  # for what waits to be written when the engine ends
 
 _log = logging.getLogger(__name__)
@@ -99,15 +96,6 @@ class Fetch:
         return len(self.complete) if gap < 0 else gap
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    block: int
-    version: int
-    block_hash: bytes
-    after: Ticket | None
-    epoch: int
-
-
 class TierStore:
     """The tiers of one engine, nearest first. All calls are the engine's thread's."""
 
@@ -140,29 +128,17 @@ class TierStore:
         self._failures = LogLimit()
         self._told = {lane.name: TierStats() for lane in self._lanes}
         self._closed = False
-        self._changed = threading.Condition()
-        self._named: list[_Write] = []  # by the engine, since it has polled
-        self._writes: deque[_Write] = deque()
-        self._copying = False
-        self._writer = threading.Thread(target=self._write_down, name="kv-tiers-copy", daemon=True)
-        self._writer.start()
+        self._descent = Descent(self._lanes, copies, keys, versions, self._news.observe)
 
     # -- down -----------------------------------------------------------------------------------------------
 
     def write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """(block, its hash) of blocks whose KV is complete and which are in the prefix cache now, in a prefix's order.
 
-        Those that a tier has already are in use there; the others are copied, or dropped if too many wait. Begins when
+        Those that a tier has already are in use there; the others are copied, or left out if too many wait. Begins when
         `poll` is called next.
         """
-        after = self._copies.mark()
-        versions, epoch, named = self._versions, self._epoch, self._named
-        room = max(0, MOST_WRITES - len(self._writes) - len(named))
-        # The beginning last: then it is what was used most recently, and the last to go.
-        for block, block_hash in reversed(blocks[:room]):
-            named.append(_Write(block, versions[block], block_hash, after, epoch))
-        if len(blocks) > room:
-            self._news.observe("kv_tier_skipped_writes_total", len(blocks) - room, reason="queue_full")
+        self._descent.name(blocks, self._epoch)
 
     # -- up -------------------------------------------------------------------------------------------------
 
@@ -216,29 +192,20 @@ class TierStore:
 
     def poll(self) -> list[Fetch]:
         """Fetches whose look-up or load has ended since the last call. What was named before goes down from now on."""
-        if self._named:
-            self._release()
+        self._descent.release()
         ended: list[Fetch] = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
-
-    def _release(self) -> None:
-        named, self._named = self._named, []
-        with self._changed:
-            self._writes += named
-            self._changed.notify()
 
     # -- everything else ------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forgets every block, also those on their way down; shared tiers keep theirs. Fetches are to be cancelled."""
         self._epoch += 1
-        self._named.clear()
-        with self._changed:
-            self._writes.clear()
         for lane in self._lanes:
             lane.clear(self._epoch)
+        self._descent.clear()
 
     def take_observations(self) -> list[Observation]:
         for lane in self._lanes:
@@ -259,77 +226,18 @@ class TierStore:
     @property
     def idle(self) -> bool:
         """Whether nothing is on its way down."""
-        with self._changed:
-            if self._named or self._writes or self._copying:
-                return False
-        return all(lane.idle for lane in self._lanes)
+        return self._descent.idle and all(lane.idle for lane in self._lanes)
 
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Ends the threads, after what is on its way down if that takes no longer than `drain_s`."""
-        self._release()
+        self._descent.release()
         until = time.monotonic() + drain_s
         while not self.idle and time.monotonic() < until:
             time.sleep(0.01)  # the engine has ended
         self._closed = True
-        with self._changed:
-            self._writes.clear()
-            self._changed.notify_all()
-        self._writer.join(DRAIN_S)
+        self._descent.close(DRAIN_S)
         for lane in self._lanes:
             lane.close()
-
-    # -- threads: down ----------------------------------------------------------------------------------------
-
-    def _write_down(self) -> None:
-        records = [bytearray(self._record_bytes) for _ in range(self._copies.batch)]
-        while True:
-            with self._changed:
-                self._copying = False
-                self._changed.wait_for(lambda: self._closed or self._writes)
-                if self._closed:
-                    return
-                batch: list[_Write] = []
-                while self._writes and len(batch) < len(records):
-                    if batch and self._writes[0].after is not batch[0].after:
-                        break
-                    batch.append(self._writes.popleft())
-                self._copying = True
-            try:
-                self._copy_down(batch, records)
-            except Exception as error:
-                self._news.observe("kv_tier_skipped_writes_total", len(batch), reason="failed")
-                if count := self._failures.occurred("write"):
-                    _log.warning("KV blocks could not be copied to tiers", exc_info=error, extra={"occurrences": count})
-
-    def _copy_down(self, batch: Sequence[_Write], records: Sequence[bytearray]) -> None:
-        wanted = [(write, self._keys.key(write.block_hash)) for write in batch]
-        lacking = [(write, key, lanes) for write, key in wanted if (lanes := self._lanes_without(key))]
-        offers = [(write, key, [lane for lane in lanes if lane.takes_one()]) for write, key, lanes in lacking]
-        missing = [offer for offer in offers if offer[2]]
-        present = len(batch) - len(lacking)
-        if present:
-            self._news.observe("kv_tier_skipped_writes_total", present, reason="present")
-        current = [each for each in missing if self._versions[each[0].block] == each[0].version]
-        if current:
-            payloads = [memoryview(record)[HEADER_BYTES:] for record in records[: len(current)]]
-            self._copies.read([write.block for write, _, _ in current], payloads, batch[0].after)
-        reused = len(missing) - len(current)
-        for (write, key, lanes), record in zip(current, records, strict=False):
-            if self._versions[write.block] != write.version:
-                reused += 1  # given to somebody else while it was copied
-                continue
-            seal_record(key, record)
-            self._spread(key, bytes(record), lanes, write.epoch)
-        if reused:
-            self._news.observe("kv_tier_skipped_writes_total", reused, reason="reused")
-
-    def _lanes_without(self, key: bytes) -> list[TierLane]:
-        return [lane for lane in self._lanes if not lane.has(key)]
-
-    def _spread(self, key: bytes, record: bytes, lanes: Sequence[TierLane], epoch: int) -> None:
-        """Offers a record to tiers. One of this server may keep others waiting for a moment, a shared one may not."""
-        for lane in lanes:
-            lane.offer(key, record, epoch, 0.0 if lane.shared else ROOM_WAIT_S)
 
     # -- threads: up ------------------------------------------------------------------------------------------
 

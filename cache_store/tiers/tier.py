@@ -37,9 +37,9 @@ class Tier(Protocol):
     """Records by key. Every record of one store has the same size, that of a block with all its layers.
 
     Calls may block and are made by the tier's own threads alone, several at a time: two or more readers (`find`, `get`)
-    beside one writer (`put`). A call fails with TierError, which costs a miss or a lost write and is counted; anything
-    else that it raises is counted as `other`. A tier may lose records at any time. It need not check what it gives out:
-    whoever asked checks key and checksum of what lies in his own memory then.
+    beside one writer (`put`, `touch`). A call fails with TierError, which costs a miss or a lost write and is counted;
+    anything else that it raises is counted as `other`. A tier may lose records at any time. It need not check what it
+    gives out: whoever asked checks key and checksum of what lies in his own memory then.
     """
 
     name: str  # label `tier` of metrics: host, disk, mooncake
@@ -56,7 +56,11 @@ class Tier(Protocol):
         ...
 
     def has(self, key: bytes) -> bool:
-        """Whether the record is here, which counts as a use of it."""
+        """Whether the record is here. Is no use of it."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Those of `keys` that are here were used, the first one last: a beginning is of use without what follows."""
         ...
 
     def get(self, key: bytes, into: memoryview) -> bool:

@@ -110,7 +110,8 @@ def test_disk_when_opened_again_then_has_its_records_in_their_order_of_use(tmp_p
             tier.put(key_of(number), record_of(number))
             os.utime(file_of(tmp_path, number), ns=(0, number * 10**9))
     with disk(tmp_path) as tier:
-        assert tier.has(key_of(1))  # the latest one now
+        assert tier.has(key_of(1))
+        tier.touch([key_of(1)])  # the latest one now
     with disk(tmp_path, blocks=2) as tier:  # less room than before
         assert held(tier, 1, 2, 3, 4) == [1, 4]
         assert (read(tier, 4), read(tier, 1)) == (record_of(4), record_of(1))
@@ -130,6 +131,23 @@ def test_disk_when_a_prefix_was_read_then_its_beginning_is_the_latest_after_a_st
         assert stamps[0] > stamps[1] > stamps[2] > stamps[3]
         assert held(tier, 1) == [1] and read(tier, 1) == record_of(1)
         assert file_of(tmp_path, 1).stat().st_mtime_ns == stamps[0]  # at most once in a while
+    with disk(tmp_path, blocks=2) as tier:
+        assert held(tier, 1, 2, 3, 4) == [1, 2]
+
+
+def test_tier_when_a_prefix_was_written_in_order_and_touched_then_its_end_goes_first(small: Embedded) -> None:
+    for number in (1, 2, 3):
+        small.put(key_of(number), record_of(number))
+    small.touch([key_of(number) for number in (1, 2, 7, 3)])
+    small.put(key_of(4), record_of(4))
+    assert held(small, 1, 2, 3, 4) == [1, 2, 4]
+
+
+def test_disk_when_a_prefix_was_written_and_touched_then_the_next_server_keeps_its_beginning(tmp_path: Path) -> None:
+    with disk(tmp_path) as tier:
+        for number in (1, 2, 3, 4):
+            tier.put(key_of(number), record_of(number))
+        tier.touch([key_of(number) for number in (1, 2, 3, 4)])
     with disk(tmp_path, blocks=2) as tier:
         assert held(tier, 1, 2, 3, 4) == [1, 2]
 

@@ -58,9 +58,11 @@ class ScriptedTier:
         self.gate.set()
         self.failure: Exception | None = None
         self.entered = 0  # calls that came, whether or not they were let through
+        self.put_keys: list[bytes] = []  # those that `put` was called for and not failed, in that order
         self._inside = HostTier(1 << 30)
         self.discard, self.clear = self._inside.discard, self._inside.clear
         self.stats, self.close = self._inside.stats, self._inside.close
+        self.touch = self._inside.touch
 
     def _pass(self) -> None:
         self.entered += 1
@@ -84,6 +86,7 @@ class ScriptedTier:
 
     def put(self, key: bytes, record: Record) -> bool:
         self._pass()
+        self.put_keys.append(key)
         return self._inside.put(key, record)
 
 
