@@ -234,6 +234,8 @@ class OneSidedMachine(RuleBasedStateMachine):
                     transfer.serve()
                 while transfer.read_event():
                     pass
+                if self.early:
+                    transfer.ask(self.server, self.prove, early=True)
                 for _ in range(copies):
                     transfer.copy(0, self.memory)
 
