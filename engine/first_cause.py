@@ -6,6 +6,7 @@ the first rank with a reason of its own.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -91,6 +92,8 @@ def _with_rank(error: BatonError, rank: int) -> BatonError:
 def ended(rank: int, status: int, ranks: Iterable[int]) -> BatonError:
     """A process that ended without a report. status: negative for a signal; ranks: of the engine."""
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    if status == -signal.SIGBUS:  # memory behind which the file has gone
+        how += "; a file of the model was cut off or cannot be read, or shared memory ran out"
     metadata = {"exit_status": str(status)}
     if len(list(ranks)) == 1:
         return BatonError(ErrorCode.ENGINE_DEAD, f"the engine process {how}", metadata=metadata)

@@ -53,7 +53,7 @@ class DigestCache:
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             _no_cache(folder, str(error))
             return None
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o022:
             _no_cache(folder, "others can write there")
             return None
         return cls(folder)

@@ -29,6 +29,7 @@ from engine.progress import Progress
 PIECE_BYTES = 16 << 20  # part of what a digest means, and of the fingerprint with it
 MOST_THREADS = 8  # with more, memory or the disk is what they wait for
 LEAST_CACHED_BYTES = 16 << 20  # of a file: a smaller one is read as fast as what was kept about it
+READ_AHEAD_BYTES = 128 << 20  # asked of a disk while threads digest what has come
 _READ_BYTES = 512 << 10  # stays in a core's own cache between being read and being digested
 _END_S = 10.0
 
@@ -47,6 +48,22 @@ class _Digested:
     pieces: dict[str, list[bytes]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Of a tensor, by its number; the bytes [begin, end) of the file."""
+
+    digested: _Digested
+    name: str
+    number: int
+    begin: int
+    end: int
+
+    def want(self) -> None:
+        """Has the system read it, without a wait for it."""
+        with suppress(OSError):
+            os.posix_fadvise(self.digested.descriptor, self.begin, self.end - self.begin, os.POSIX_FADV_WILLNEED)
+
+
 class WeightDigests:
     """A context manager: threads begin with it, and end with it at the latest."""
 
@@ -61,8 +78,10 @@ class WeightDigests:
         self._files: list[_Digested] = []
         self._stack = ExitStack()
         self._threads: list[threading.Thread] = []
-        self._work: Iterator[tuple[_Digested, TensorEntry, int]] = iter(())
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # for what follows
+        self._work: Iterator[_Piece] = iter(())
+        self._ahead: Iterator[_Piece] = iter(())  # the same pieces, as they are asked of the disk
+        self._ahead_bytes = 0  # asked of it, and not yet given to a thread
         self._stopped = False
         self._error: Exception | None = None
         self._bytes_left = 0
@@ -74,17 +93,20 @@ class WeightDigests:
         try:
             for source in self._sources:
                 self._files.append(self._opened(source))
+            self._start()
         except BaseException:
-            self._stack.close()
+            self.__exit__(None, None, None)
             raise
+        return self
+
+    def _start(self) -> None:
         wanted = [digested for digested in self._files if digested.tensors is None]
         self._bytes_left = sum(entry.size for digested in wanted for entry in digested.entries)
-        self._work = _pieces(wanted)
+        self._work, self._ahead = _pieces(wanted), _pieces(wanted)
         for number in range(min(self._count, -(-self._bytes_left // PIECE_BYTES))):
             thread = threading.Thread(target=self._run, name=f"weights-digest-{number}", daemon=True)
-            self._threads.append(thread)
             thread.start()
-        return self
+            self._threads.append(thread)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -159,42 +181,55 @@ class WeightDigests:
         buffer = memoryview(bytearray(_READ_BYTES))
         try:
             while not self._stopped:
-                with self._turn:
-                    piece = next(self._work, None)
+                piece, ahead = self._take()
+                for each in ahead:
+                    each.want()
                 if piece is None:
                     break
-                self._digest(*piece, buffer)
+                self._digest(piece, buffer)
         except Exception as error:  # `combined` raises it
             self._stopped, self._error = True, self._error or error
         with self._turn:
             self._ended = time.monotonic()
 
-    def _digest(self, digested: _Digested, entry: TensorEntry, number: int, buffer: memoryview) -> None:
+    def _take(self) -> tuple[_Piece | None, list[_Piece]]:
+        """The next piece, and those that the disk should read meanwhile."""
+        ahead: list[_Piece] = []
+        with self._turn:
+            piece = next(self._work, None)
+            if piece is not None:
+                self._ahead_bytes -= piece.end - piece.begin
+                while self._ahead_bytes < READ_AHEAD_BYTES and (other := next(self._ahead, None)) is not None:
+                    self._ahead_bytes += other.end - other.begin
+                    ahead.append(other)
+        return piece, ahead
+
+    def _digest(self, piece: _Piece, buffer: memoryview) -> None:
+        digested = piece.digested
         digest = xxhash.xxh3_128()
-        first = entry.begin + number * PIECE_BYTES
-        at, end = first, min(first + PIECE_BYTES, entry.begin + entry.size)
-        with suppress(OSError):
-            os.posix_fadvise(digested.descriptor, first, end - first, os.POSIX_FADV_WILLNEED)  # a disk reads ahead
-        while at < end and not self._stopped:
+        at = piece.begin
+        while at < piece.end and not self._stopped:
             try:
-                count = os.preadv(digested.descriptor, [buffer[: end - at]], at)
+                count = os.preadv(digested.descriptor, [buffer[: piece.end - at]], at)
             except OSError as error:
                 raise _unreadable(digested.file, error, at) from error
             if not count:
                 raise ModelLoadError(f"{digested.file.path}: cut off at byte {at}; start again once it is complete")
             digest.update(buffer[:count])
             at += count
-        digested.pieces[entry.name][number] = digest.digest()
+        digested.pieces[piece.name][piece.number] = digest.digest()
         with self._turn:
-            self.read_bytes += end - first
+            self.read_bytes += piece.end - piece.begin
 
 
-def _pieces(files: Iterable[_Digested]) -> Iterator[tuple[_Digested, TensorEntry, int]]:
+def _pieces(files: Iterable[_Digested]) -> Iterator[_Piece]:
     """In the order of the files' bytes, so that a disk reads on."""
     for digested in files:
         for entry in digested.entries:
             for number in range(len(digested.pieces[entry.name])):
-                yield digested, entry, number
+                begin = entry.begin + number * PIECE_BYTES
+                end = min(begin + PIECE_BYTES, entry.begin + entry.size)
+                yield _Piece(digested, entry.name, number, begin, end)
 
 
 def _unreadable(file: WeightsFile, error: OSError, at: int | None = None) -> ModelLoadError:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +90,19 @@ def test_cause_when_there_is_one_rank_then_its_error_is_as_it_was() -> None:
     assert found.cause() is error
     assert error.metadata == {}
     assert ended(0, -9, range(1)).message == "the engine process was killed by signal 9"
+
+
+def test_end_when_a_mapped_file_was_cut_off_then_the_message_says_what_that_signal_means(tmp_path: Path) -> None:
+    code = (
+        "import mmap, os, sys\n"
+        "with open(sys.argv[1], 'wb+') as file:\n"
+        "    file.truncate(1 << 16)\n"
+        "    view = mmap.mmap(file.fileno(), 0)\n"
+        "    file.truncate(0)\n"
+        "    view[1 << 15]\n"
+    )
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "weights")], check=False, timeout=60)
+    for ranks in (range(1), range(2)):
+        message = ended(0, died.returncode, ranks).message
+        assert "was killed by signal 7; a file of the model was cut off or cannot be read" in message
+    assert "file" not in ended(0, -9, range(1)).message
