@@ -335,8 +335,8 @@ TIER_FAMILIES = (
        conditions=_COLOCATED, tier=_TIERS, reason="absent lost damaged failed"),
     _f("kv_tier_writes_total", "c", _SERVERS, "tier outcome",
        "Blocks for the tier, by what became of them: stored, refused (no room in it), failed (after several tries "
-       "where the reason may pass), dropped (too many wait for it), overtaken (the pool gave the block to another request "
-       "while it waited for the tier)",
+       "where the reason may pass), dropped (too many wait for it), overtaken (the pool gave the block to another "
+       "request while it waited for the tier)",
        conditions=_COLOCATED, tier=_TIERS, outcome="stored refused failed dropped overtaken"),
     _f("kv_tier_skipped_writes_total", "c", _SERVERS, "reason",
        "Blocks that were offered to no tier: present (every tier has them), reused (given to another request before "
