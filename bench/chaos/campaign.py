@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from bench.chaos.client import Clients
-from bench.chaos.cluster import START_LIMIT_S, ChaosCluster, Layout
-from bench.chaos.faults import Blow, Kind, blows
+from bench.chaos.cluster import POLL_S, START_LIMIT_S, ChaosCluster, Layout
+from bench.chaos.faults import Blow, Kind, blows, can_start_again
 from bench.chaos.memory import Memory
 from bench.chaos.report import Report, Tally
 from bench.chaos.verdict import Ending, Right, judge
 from bench.chaos.workload import Ask, Asks, Case, Manner, make_cases
+from cache_store.transports import TRANSPORTS
 from cli.process import LaunchError
 
 _T = TypeVar("_T")
@@ -35,7 +37,8 @@ _MANNERS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a campaign does. `seconds` and `requests`: whichever is reached first ends it."""
+    """What a campaign does. `seconds` and `requests`: whichever is reached first ends it; on a machine so slow that not
+    every transport has been had by then, up to twice as many seconds."""
 
     layout: Layout
     requests: int
@@ -63,6 +66,8 @@ class Campaign:
         self._tally = Tally()
         self._memory = Memory()
         self._right: dict[int, Right] = {}
+        self._calm: Counter[str] = Counter()  # loads of the clean run, by transport
+        self._under_fire_loads: Counter[str] = Counter()
         self._began = time.monotonic()
 
     async def run(self) -> Report:
@@ -84,7 +89,6 @@ class Campaign:
             self._say("no more faults; looking at what is left")
             ledger_s = await self._settle()
             await self._ask_every_pair()
-            await cluster.note_loads()
         except (LaunchError, CampaignFailed, ExceptionGroup) as error:
             causes = list(_causes(error))
             if not all(isinstance(cause, LaunchError | CampaignFailed) for cause in causes):
@@ -115,7 +119,7 @@ class Campaign:
             clean_seconds=clean_s,
             campaign_seconds=fire_s,
             ledger_s=ledger_s,
-            loads=cluster.loads(),
+            loads=self._under_fire_loads,
             hits=cluster.hits,
             recoveries=cluster.recoveries,
             memory=self._memory.longest(),
@@ -165,13 +169,19 @@ class Campaign:
         manners = [manner for kind, found in _MANNERS.items() if kind in plan.layout.kinds for manner in found]
         asks = Asks(plan.layout.seed, self._cases, manners, SPECIAL_CLIENTS)
 
+        await self._cluster.note_loads()
+        self._calm = self._cluster.loads()
+
         def next_asks() -> Iterator[Ask]:
-            while asks.count < plan.requests and time.monotonic() < limit:
+            while asks.count < plan.requests:
+                now = time.monotonic()
+                if now >= limit and (now >= limit + plan.seconds or not self._transports_missing()):
+                    return
                 yield asks.next()
 
         clients = self._clients()
         servers = {"prefill": plan.layout.prefill_servers, "decode": plan.layout.decode_servers}
-        schedule = blows(plan.layout.seed, plan.layout.kinds, servers, plan.gap_s)
+        schedule = blows(plan.layout.seed, plan.layout.kinds, servers, plan.gap_s, plan.layout.turns)
         stopped = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -182,6 +192,8 @@ class Campaign:
                 await attack
                 for watch in watches:
                     watch.cancel()
+                await self._cluster.note_loads()
+                self._under_fire_loads = self._cluster.loads() - self._calm
         finally:
             await clients.close()
 
@@ -207,6 +219,9 @@ class Campaign:
         """Blows overlap: each is seen through by a task of its own."""
         async with asyncio.TaskGroup() as tasks:
             for blow in schedule:
+                if blow.waits:
+                    tasks.create_task(self._deal_once_possible(blow, stopped))
+                    continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(blow.after_s):
                         await stopped.wait()
@@ -214,11 +229,38 @@ class Campaign:
                     return
                 tasks.create_task(self._deal(blow))
 
-    async def _deal(self, blow: Blow) -> None:
-        if await self._cluster.strike(blow):
+    async def _deal(self, blow: Blow) -> bool:
+        dealt = await self._cluster.strike(blow)
+        if dealt:
             self._tally.blows[f"{blow.kind} {blow.part}"] += 1
-        else:
+        elif not blow.waits:
             self._tally.skipped_blows += 1
+        return dealt
+
+    async def _deal_once_possible(self, blow: Blow, stopped: asyncio.Event) -> None:
+        """Not before its time, nor before the server's transport has been had; and not when chance was quicker."""
+        began, layout = time.monotonic(), self.plan.layout
+        while not stopped.is_set():
+            due = time.monotonic() - began >= blow.after_s
+            if blow.turn:
+                starts = self._cluster.member(blow.role, blow.index).starts
+                if starts > blow.turn:
+                    return
+                due = due and not self._missing(layout.transport_of(blow.index, starts))
+            if due and await self._deal(blow):
+                return
+            await asyncio.sleep(POLL_S)
+        self._tally.skipped_blows += 1
+
+    def _missing(self, transport: str) -> bool:
+        """Whether a transport has completed no load since the clean run."""
+        return transport in TRANSPORTS and not (self._cluster.loads() - self._calm)[transport]
+
+    def _transports_missing(self) -> bool:
+        layout = self.plan.layout
+        return any(
+            map(self._missing, layout.transports[: None if can_start_again(layout.kinds) else layout.decode_servers])
+        )
 
     async def _watch(self) -> None:
         while True:

@@ -70,10 +70,19 @@ class Layout:
     prefill_flags: Sequence[str] = ()
     decode_flags: Sequence[str] = ()
     router_flags: Sequence[str] = ()
-    transports: Sequence[str] = ("auto",)  # of the decode servers, which take another one at each start
+    transports: Sequence[str] = ("auto",)  # of the decode servers, which take the next ones at each start
     intensity: float = 1.0  # factor of the chances of fault points
     tiers: bool = True  # below the KV pool of every server: host memory and a directory of its own
     extra_faults: str = ""  # BATON_FAULTS of all processes beside those of the kinds
+
+    def transport_of(self, index: int, starts: int) -> str:
+        """Of decode server `index` at its start number `starts`, from 1: together they go through all of them."""
+        return self.transports[((starts - 1) * self.decode_servers + index) % len(self.transports)]
+
+    @property
+    def turns(self) -> int:
+        """How often each decode server has to start again until each transport was had."""
+        return -(-len(self.transports) // self.decode_servers) - 1
 
 
 @dataclass
@@ -176,8 +185,7 @@ class ChaosCluster:
             "BATON_FAULTS": ";".join(filter(None, (own_faults, *extra))),
         }
         if member.role == "decode":
-            turn = member.starts - 1 + int(member.name.rpartition("-")[2])
-            transport = layout.transports[turn % len(layout.transports)]
+            transport = layout.transport_of(int(member.name.rpartition("-")[2]), member.starts)
             member.process.arguments = [*member.arguments, "--kv-transport", transport]
         member.process.start(environment)
 
@@ -248,12 +256,18 @@ class ChaosCluster:
     def router(self) -> Member:
         return next(member for member in self.members if member.role == "router")
 
+    def _of(self, role: str) -> list[Member]:
+        return [member for member in self.servers if member.role == role]
+
+    def member(self, role: str, index: int) -> Member:
+        return self._of(role)[index]
+
     # ---- blows
 
     async def strike(self, blow: Blow) -> bool:
         """Deals the blow and sees the process through to its new life. False: it lies on the ground already, or is the
         last of its role that does not."""
-        peers = [each for each in self.servers if each.role == blow.role]
+        peers = self._of(blow.role)
         standing = [each for each in peers if not each.busy and each.process.alive() and each.engine_pid]
         member = peers[blow.index]
         if member not in standing or (len(standing) == 1 < len(peers) and not blow.last_too):

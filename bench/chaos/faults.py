@@ -27,6 +27,7 @@ class Kind(StrEnum):
 
 
 LAST_TOO = 0.2
+TURN_S = 15.0  # between two times at which all decode servers end at once
 BLOWS = (Kind.KILL, Kind.PAUSE, Kind.RESTART)
 _PREFILL, _DECODE, _ROUTER = "prefill", "decode", "router"
 _SERVERS = (_PREFILL, _DECODE)
@@ -56,7 +57,7 @@ _POINTS: tuple[tuple[Kind, tuple[str, ...], float, str], ...] = (
     (Kind.DUPLICATE, (_PREFILL,), 0.003, "cache_store.send_event:duplicate"),
     (Kind.DUPLICATE, (_DECODE,), 0.003, "cache_store.read_event:duplicate"),
     (Kind.DUPLICATE, _SERVERS, 0.05, "cache_store.release:duplicate"),
-    (Kind.CORRUPT, (_PREFILL,), 0.005, "cache_store.piece_bytes:corrupt"),
+    (Kind.CORRUPT, (_PREFILL,), 0.02, "cache_store.piece_bytes:corrupt"),
     (Kind.RAISE, (_PREFILL,), 0.01, "cache_store.load_open:raise=CACHE_STORE_STORE_FAILED"),
     (Kind.RAISE, (_PREFILL,), 0.0005, "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED"),
     (Kind.RAISE, (_PREFILL,), 0.001, "cache_store.publish:raise=READ_BUFFER_MISMATCH"),
@@ -96,21 +97,44 @@ def armament(role: str, kinds: Collection[Kind], seed: int, file: Path, intensit
 @dataclass(frozen=True)
 class Blow:
     """One blow at one process. `part`: front or engine. `lasts_s`: a pause's length, or the wait before a new start.
-    `last_too`: dealt also when no other server of the role stands, which leaves the router none."""
+    `last_too`: dealt also when no other server of the role stands, which leaves the router none. `waits`: other blows
+    do not come after it, and when it cannot be dealt in its time, it is dealt as soon as it can."""
 
-    after_s: float  # since the blow before
+    after_s: float  # since the blow before; of one that waits, since the first fault
     kind: Kind
     role: str
     index: int
     part: str
     lasts_s: float
     last_too: bool
+    waits: bool = False
+    turn: int = 0  # not dealt to a server that has been started more often already; 0: dealt all the same
 
 
-def blows(seed: int, kinds: Collection[Kind], servers: dict[str, int], gap_s: float) -> Iterator[Blow]:
-    """Blows without end, `gap_s` apart on average; none when `kinds` has none."""
+def can_start_again(kinds: Collection[Kind]) -> bool:
+    """Whether servers are started again in a campaign with these kinds."""
+    return Kind.KILL in kinds or Kind.RESTART in kinds
+
+
+def _first_blows(possible: list[Kind], servers: dict[str, int], turns: int) -> Iterator[Blow]:
+    if Kind.PAUSE in possible and servers.get(_PREFILL):
+        yield Blow(0.0, Kind.PAUSE, _PREFILL, 0, "front", 1.0, False, waits=True)
+    ends = [kind for kind in possible if kind is not Kind.PAUSE]
+    for turn in range(1, 1 + turns if ends else 0):
+        for index in range(servers.get(_DECODE, 0)):
+            kind = ends[(turn + index) % len(ends)]
+            yield Blow(turn * TURN_S, kind, _DECODE, index, "front", 0.0, True, waits=True, turn=turn)
+
+
+def blows(seed: int, kinds: Collection[Kind], servers: dict[str, int], gap_s: float, turns: int = 0) -> Iterator[Blow]:
+    """Blows without end, `gap_s` apart on average; none when `kinds` has none.
+
+    Some leave nothing to chance: a pause, and `turns` times all decode servers end at once, by kills and restarts in
+    turn, so that each starts as often as that.
+    """
     draws = random.Random(f"blows:{seed}")
     possible = [kind for kind in BLOWS if kind in kinds]
+    yield from _first_blows(possible, servers, turns)
     targets = [(role, index) for role, count in servers.items() for index in range(count)]
     while possible and targets:
         # A pause costs nothing, a start seconds of a processor.

@@ -57,7 +57,7 @@ class Report:
     clean_seconds: float
     campaign_seconds: float
     ledger_s: float | None
-    loads: Counter[str]  # completed, by transport
+    loads: Counter[str]  # completed under fire, by transport
     hits: Counter[tuple[str, str]]
     recoveries: list[tuple[float, str]]
     memory: list[dict[str, object]]

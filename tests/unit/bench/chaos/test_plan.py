@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.chaos.cluster import Layout
 from bench.chaos.faults import BLOWS, Kind, armament, blows
 from bench.chaos.memory import MIB, Life
 from bench.chaos.workload import Asks, Manner, make_cases
+from cache_store.transports import TRANSPORTS
 from rpc import fault_points, faults
 
 SERVERS = {"prefill": 2, "decode": 2}
@@ -51,6 +53,32 @@ def test_blows_then_the_seed_says_which_and_every_server_and_part_has_its_turn()
 
 def test_blows_when_none_is_wanted_then_there_is_none() -> None:
     assert list(blows(3, frozenset({Kind.DROP}), SERVERS, 2.0)) == []
+
+
+@pytest.mark.parametrize("decode_servers", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("kinds", [ALL, {Kind.KILL}, {Kind.RESTART, Kind.PAUSE}])
+def test_first_blows_when_transports_are_mixed_then_each_decode_server_starts_again_until_all_were_had(
+    kinds: frozenset[Kind], decode_servers: int
+) -> None:
+    layout = Layout(
+        "model", FILE, FILE, "run", 1, frozenset(kinds), decode_servers=decode_servers, transports=TRANSPORTS
+    )
+    schedule = blows(1, kinds, {"prefill": 2, "decode": decode_servers}, 2.0, layout.turns)
+    first = list(itertools.takewhile(lambda blow: blow.waits, schedule))
+    assert {blow.turn for blow in first if blow.kind is not Kind.PAUSE} == set(range(1, layout.turns + 1))
+    pauses = [blow for blow in first if blow.kind is Kind.PAUSE]
+    assert len(pauses) == (Kind.PAUSE in kinds)
+    starts = Counter(dict.fromkeys(range(decode_servers), 1))
+    had = {layout.transport_of(index, 1) for index in starts}
+    for blow in first:
+        if blow.kind is not Kind.PAUSE:
+            assert blow.role == "decode"
+            assert blow.turn == starts[blow.index]
+            starts[blow.index] += 1
+            had.add(layout.transport_of(blow.index, starts[blow.index]))
+    assert had == set(TRANSPORTS)
+    if decode_servers == 2:
+        assert {blow.kind for blow in first} == set(kinds) & set(BLOWS)
 
 
 def test_asks_then_the_seed_says_what_is_asked_and_how_clients_behave() -> None:
