@@ -30,7 +30,7 @@ PIECE_BYTES = 16 << 20  # part of what a digest means, and of the fingerprint wi
 MOST_THREADS = 8  # with more, memory or the disk is what they wait for
 LEAST_CACHED_BYTES = 16 << 20  # of a file: a smaller one is read as fast as what was kept about it
 READ_AHEAD_BYTES = 128 << 20  # asked of a disk while threads digest what has come
-_READ_BYTES = 512 << 10  # stays in a core's own cache between being read and being digested
+_READ_BYTES = 2 << 20  # at a time: large enough that the loading thread is rarely asked for the interpreter lock
 _END_S = 10.0
 
 _log = logging.getLogger(__name__)
