@@ -186,10 +186,12 @@ class StagedLanding(_CopyLanding):
 @dataclass(frozen=True)
 class FetchLimits:
     """Of a one-sided transfer: from `steal_at` (a reading of `clock`) on no copy begins, so that none is under way at
-    the request's deadline; `wait_s` is the longest wait for those that have begun."""
+    the request's deadline; `wait_s` is the longest wait for those that have begun. Meanwhile nothing else holds the
+    KV, so the lease is renewed every `renew_s`."""
 
     steal_at: float
     wait_s: float
+    renew_s: float
     clock: Callable[[], float] = time.monotonic
 
 
@@ -209,6 +211,7 @@ class FetchLanding(_CopyLanding):
         memory: OpenMemory,
         shares: Mapping[str, PeerShare],
         prove: Callable[[], Awaitable[object]],
+        renew: Callable[[], Awaitable[object]],
         limits: FetchLimits,
     ) -> None:
         """shares: of each group, the part of the peer's heads to read."""
@@ -219,6 +222,7 @@ class FetchLanding(_CopyLanding):
         self._memory = memory
         self._shares = shares
         self._prove = prove
+        self._renew = renew
         self._proof: asyncio.Task[None] | None = None
         memory.hold()
 
@@ -256,8 +260,11 @@ class FetchLanding(_CopyLanding):
     async def settle(self, load: Load) -> None:
         try:
             async with asyncio.timeout(self._limits.wait_s):
-                if self._copies:
-                    await asyncio.wait(set(self._copies))  # given up or not, the copies themselves go on
+                while self._copies:
+                    # Given up or not, the copies themselves go on.
+                    await asyncio.wait(set(self._copies), timeout=self._limits.renew_s)
+                    if self._copies:
+                        await self._keep()
         except TimeoutError:
             self.unproven = True
             load.fail_with(
@@ -273,6 +280,13 @@ class FetchLanding(_CopyLanding):
                 await asyncio.shield(self._proof)
             except BatonError as error:
                 load.fail_with(error)
+
+    async def _keep(self) -> None:
+        """The peer has said everything, and would end the lease while copies go on."""
+        try:
+            await self._renew()
+        except BatonError as error:  # what it means for the load is known when the copies are done
+            _log.debug("the renewal of a lease whose blocks are being read: %s", error)
 
     async def quiet(self) -> None:
         try:

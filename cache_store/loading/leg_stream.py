@@ -35,6 +35,7 @@ from rpc.errors import BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, armed, fault_async
 from rpc.status import from_rpc_error
 
+SHORTEST_RENEWAL_S = 0.01  # between two renewals, whatever lease a peer names
 HELD_UP_S = 0.25  # a timer that is later than this has been held up together with its process
 
 _NO_BYTES = memoryview(b"")
@@ -137,12 +138,17 @@ class LegStreams:
             async def prove() -> None:
                 await self._peers.renew(leg.address, reference(job.key, job.source, load.generation), reading=True)
 
+            async def renew() -> None:
+                if not await fault_async("cache_store.renew", key=job.key, side="decode", rank=self._identity.rank):
+                    await prove()
+
             limits = FetchLimits(
                 steal_at=job.deadline - self._settings.steal_before_deadline_s,
                 wait_s=self._settings.transfer_wait_timeout_s,
+                renew_s=max(SHORTEST_RENEWAL_S, (peer.lease_seconds or self._settings.lease_seconds) / 3),
                 clock=self._clock,
             )
-            return FetchLanding(peer.memory.fetcher, wake, job.after, peer.memory, leg.shares, prove, limits)
+            return FetchLanding(peer.memory.fetcher, wake, job.after, peer.memory, leg.shares, prove, renew, limits)
         if peer.transport == TCP:
             target = self._tcp_target(job)
             assert self._workers is not None

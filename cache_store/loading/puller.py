@@ -21,7 +21,7 @@ from cache_store.events import AgentEvent, KvSourceRef, LoadDone, LoadFailed, Ti
 from cache_store.failures import abort_source, blames_request, observe_failure
 from cache_store.geometry.layout import AgentIdentity
 from cache_store.loading.job import Job, Leg, make_legs, reader_rank, reference
-from cache_store.loading.leg_stream import LegStreams
+from cache_store.loading.leg_stream import SHORTEST_RENEWAL_S, LegStreams
 from cache_store.loading.load import Load, LoadState
 from cache_store.loading.peers import Peers
 from cache_store.memory.fetching import Fetcher
@@ -34,7 +34,6 @@ from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
 from rpc.faults import DROP, DUPLICATE, fault_async
 
-SHORTEST_RENEWAL_S = 0.01  # between two renewals, whatever lease a peer names
 FAILURE_MARKER = "PD_CACHE_KEY_READ_FAILED"
 
 _log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -163,11 +164,12 @@ __all__ = ["ENGINES", "TRANSPORTS", "FailingMark", "GatedCopies", "HeldMark", "R
 Pair = tuple[StagedNode, StagedNode]
 
 
-def make_pair(engine: str, transport: str, **more: Any) -> Iterator[Pair]:
-    """A prefill and a decode node; at its end nothing is held, and every slot is free."""
+def make_pair(engine: str, transport: str, clock: Callable[[], float] = time.monotonic, **more: Any) -> Iterator[Pair]:
+    """A prefill and a decode node; at its end nothing is held, and every slot is free. `clock`: by which leases end."""
     chosen = settings(transport=transport, **{"load_progress_timeout_s": 60.0, **more})  # copies are held up
     with nodes(
-        StagedNode("prefill", chosen, engine=engine, seed=1), StagedNode("decode", chosen, engine=engine, seed=2)
+        StagedNode("prefill", chosen, engine=engine, seed=1, clock=clock),
+        StagedNode("decode", chosen, engine=engine, seed=2),
     ) as (prefill, decode):
         assert isinstance(prefill, StagedNode) and isinstance(decode, StagedNode)
         yield prefill, decode

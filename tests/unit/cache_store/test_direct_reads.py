@@ -16,7 +16,7 @@ from protos import cache_store_pb2_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import from_rpc_error
-from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.agents import LAYOUT, HeldClock, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.staged import Pair, StagedNode, make_pair
 
 KEY = key_of(1)
@@ -154,7 +154,32 @@ def test_direct_read_when_the_request_ends_before_the_copy_is_done_then_its_caus
         assert not decode.count("kv_transfer_failures_total", transport="ipc", reason=reason.name)
 
 
+def test_k4_direct_read_when_it_takes_several_leases_then_it_renews_them_and_completes() -> None:
+    """P has said everything and holds the KV for D's word alone, whose copies are not done."""
+    clock, lease_s = HeldClock(), 0.3
+    for prefill, decode in make_pair("threads", "ipc", clock, lease_seconds=lease_s):
+        decode.gate.close()
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2])
+        assert decode.gate.reached.wait(WAIT_S)
+        until(lambda prefill=prefill: prefill.agent.stats().readers == 0, "every notice is sent")  # type: ignore[misc]
+
+        def renewed(prefill: Node = prefill) -> float:
+            return prefill.count("kv_lease_renewals_total", source="open_load", result="ok")
+
+        for _ in range(4):
+            count = renewed()
+            until(lambda count=count: renewed() > count, "a renewal")  # type: ignore[misc]
+            clock.move(0.9 * lease_s)
+        assert prefill.said == []
+        decode.gate.open()
+        decode.load_done()
+        assert np.array_equal(decode.blocks([1, 2]), prefill.blocks([5, 6]))
+        assert prefill.lease_ended().outcome == "released"
+
+
 def test_direct_read_when_the_lease_expires_before_the_copy_is_done_then_the_load_fails() -> None:
+    faults.arm("cache_store.renew:drop,side=decode")
     for prefill, decode in make_pair("threads", "ipc", lease_seconds=0.3):
         decode.gate.close()
         prefill.admit(KEY, [5, 6])
