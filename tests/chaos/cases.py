@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.conformance.reference import clear_prompt, reference
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
@@ -81,3 +82,12 @@ def kill(server: ServerProcess, part: str) -> None:
     else:
         os.kill(server.engine_pid, signal.SIGKILL)
         assert server.wait(10.0) != 0, "a server whose engine died ended as if all were well"
+
+
+def descriptors(cluster: Cluster) -> dict[str, int]:
+    """Open files of every process, by its name."""
+    found = {"router": len(list(Path(f"/proc/{cluster.router.pid}/fd").iterdir()))}
+    for server in cluster.servers:
+        for part, pid in (("front", server.pid), ("engine", server.engine_pid)):
+            found[f"{server.name} {part}"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return found

@@ -19,11 +19,13 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 
-from protos import cache_store_pb2, cache_store_pb2_grpc, decode_pb2
+from protos import decode_pb2
 from rpc.errors import BatonError, ErrorCode
-from tests.chaos.cases import ROUTER_FLAGS, wait_workers_ready
+from tests.chaos.cases import ROUTER_FLAGS, descriptors, wait_workers_ready
+from tests.chaos.raw_reader import RawReader
 from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import clear_prompt, prompt_of, reference
 from tests.extent import extent
@@ -46,6 +48,7 @@ TOKENS = 4
 
 PREFILL_FAULTS = (
     "cache_store.send_piece:delay=60,layer=1,key=k1-*",
+    "cache_store.send_piece:delay=0.05,key=k9-slow-*",
     "cache_store.send_piece:delay=10,layer=1,key=k10-*",
     "cache_store.send_piece:delay=60,layer=2,block=0,key=o3*,while={held}",
     "cache_store.publish:delay=60,nth=3,key=h4-grpc*,while={held}",
@@ -133,16 +136,6 @@ def staged(server: ServerProcess) -> int:
     return int(server.ledger()[0]["staged"])
 
 
-def counted(server: ServerProcess, name: str, **labels: str) -> float:
-    """The sum of a counter's series that have these labels."""
-    found = 0.0
-    for line in server.metrics().splitlines():
-        head, _, value = line.rpartition(" ")
-        if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
-            found += float(value)
-    return found
-
-
 def events_of(record: dict[str, Any]) -> dict[str, int]:
     """Time in nanoseconds, on a clock that all processes share, of each event of a request."""
     return {event["name"]: event["at_ns"] for event in record["events"]}
@@ -167,22 +160,10 @@ def failed(reader: EventReader) -> BatonError:
 # -- KV lifetime ---------------------------------------------------------------------------------------------------
 
 
-def read_and_release(cluster: Cluster, key: str, prompt_tokens: int) -> None:
-    """What a decode server does with the KV of a key that is staged on P: all of it is read, then let go."""
-    prefill = p_of(cluster)
-    to = cache_store_pb2.KvReference(engine_id=prefill.engine_id, request_key=key)
-    reader = cache_store_pb2.ReaderRank(rank=0, tp_size=1)
-    wanted = cache_store_pb2.WantedBlocks(
-        group="full", block_size=BLOCK, first_block=0, num_blocks=-(-prompt_tokens // BLOCK), block_bytes=BLOCK_BYTES,
-        num_layers=LAYERS, partition_count=1, partition_id=0,
+def raw_reader(cluster: Cluster, key: str, prompt_tokens: int) -> RawReader:
+    return RawReader(
+        p_of(cluster), key, prompt_tokens, block_size=BLOCK, block_bytes=BLOCK_BYTES, layers=LAYERS
     )  # fmt: skip
-    load = cache_store_pb2.LoadRequest(
-        reference=to, wanted=[wanted], prompt_tokens=prompt_tokens, checksum="all", chunk_bytes=1 << 20, reader=reader
-    )
-    with grpc.insecure_channel(prefill.cache_store[0]) as channel:
-        stub = cache_store_pb2_grpc.CacheStoreStub(channel)
-        assert list(stub.Load(load, timeout=LIMIT_S))[-1].HasField("done")
-        assert stub.Release(cache_store_pb2.ReleaseRequest(reference=to, complete=True, reader=reader)).found
 
 
 @pytest.mark.parametrize("reference_to", ["blocks beyond the prompt", "kv released before", "kv of another prompt"])
@@ -200,17 +181,19 @@ def test_k2_load_through_d_when_the_reference_is_wrong_then_an_error_and_no_toke
         asked = generate_input(request_id, longer, model=MODEL, max_tokens=TOKENS, key=request.request_key)
         cause = ErrorCode.KV_STALE_REFERENCE
     else:
-        read_and_release(cluster, request.request_key, len(prompt))
+        reader = raw_reader(cluster, request.request_key, len(prompt))
+        reader.read_all()
+        reader.release()
         if reference_to == "kv of another prompt":
             for salt in range(5):  # more than P's pool has room for, so that these take the blocks
                 other = generate_input(f"{request_id}-{salt}", prompt_of(250, salt), model=MODEL, max_tokens=TOKENS)
                 assert pair.generate(other).tokens
-    before = counted(decode, "baton_kv_transfer_failures_total", reason=cause.name)
+    before = decode.total("baton_kv_transfer_failures_total", reason=cause.name)
     error = failed(pair.open_decode(asked))
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.spec.http == 502
     assert error.metadata["cause"] == cause.name
-    assert counted(decode, "baton_kv_transfer_failures_total", reason=cause.name) == before + 1
+    assert decode.total("baton_kv_transfer_failures_total", reason=cause.name) == before + 1
     pair.p.abort(request.request_key, source="peer")
 
 
@@ -240,6 +223,49 @@ def test_k4_key_when_a_request_is_handed_over_then_router_servers_and_cache_stor
     assert {tuple(each) for each in found.values()} == {(found["router"][0],)}, found
 
 
+@pytest.mark.parametrize("end", ["finished", "cancelled"])
+def test_k9_sequence_when_it_ends_under_a_slow_reader_then_its_blocks_stay_until_the_reader_has_ended(
+    cluster: Cluster, pair: Pair, end: str
+) -> None:
+    """Other prompts fill the pool meanwhile, and two more wait for room: nobody is preempted for them."""
+    prefill, prompt = p_of(cluster), prompt_of(extent(100, 230), salt=9)
+    blocks = -(-len(prompt) // BLOCK)
+
+    def stage(request_id: str) -> str:
+        request = generate_input(request_id, prompt, model=MODEL, max_tokens=TOKENS)
+        request.cache_salt = request_id
+        pair.open_prefill(request).result(LIMIT_S)
+        return request.request_key
+
+    clean = raw_reader(cluster, stage(f"k9-clean-{end}"), len(prompt))
+    right = clean.read_all()
+    clean.release()
+    key = stage(f"k9-slow-{end}")
+    others = [generate_input(f"k9-{n}-{end}", prompt_of(250, n), model=MODEL, max_tokens=TOKENS) for n in range(5)]
+    asked = [pair.open_prefill(other) for other in others]
+    full = 3 * -(-250 // BLOCK) + blocks  # four more would not fit
+    cut = contextlib.nullcontext() if end == "finished" else pytest.raises(grpc.RpcError)
+    try:
+        wait_for("a full pool", lambda: staged(prefill) == full, LIMIT_S)
+        slow = raw_reader(cluster, key, len(prompt))
+        with cut as caught:
+            for count in slow.read():
+                if count <= blocks:
+                    assert staged(prefill) >= full, "its blocks have left it under its reader"
+                if end == "cancelled" and count == blocks:
+                    assert pair.p.abort(key, source="peer")
+    finally:
+        for request_key in (key, *(other.request_key for other in others)):
+            pair.p.abort(request_key, source="peer")
+    assert caught is None or typed(caught.value).code is ErrorCode.REQUEST_TOMBSTONED
+    assert slow.done == (end == "finished") == (slow.pieces.keys() == right.keys())
+    for piece, data in slow.pieces.items():
+        numbers, clean_numbers = np.frombuffer(data, np.float32), np.frombuffer(right[piece], np.float32)
+        assert np.allclose(numbers, clean_numbers, atol=1e-5), f"{piece} has the KV of another prompt"
+    for each in asked:
+        each.exception(LIMIT_S)
+
+
 def wait_loading(cluster: Cluster, request_ids: list[str]) -> None:
     decode = d_of(cluster)
     for request_id in request_ids:
@@ -266,8 +292,8 @@ def test_k10_client_leaves_between_prefill_and_first_token_then_p_holds_nothing_
 
 def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster, client: GenerationClient) -> None:
     numbers = random.Random(20250301)
-    before = {server.name: counted(server, "baton_aborts_total", leg=server.role) for server in cluster.servers}
-    stale = {server.name: counted(server, "baton_kv_stale_references_total") for server in cluster.servers}
+    before = {server.name: server.total("baton_aborts_total", leg=server.role) for server in cluster.servers}
+    stale = {server.name: server.total("baton_kv_stale_references_total") for server in cluster.servers}
     sent: list[str] = []
     for round_ in range(extent(2, 10)):
         with frozen(p_of(cluster)):  # none of them is over when the first one leaves
@@ -297,18 +323,9 @@ def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster,
             if each.get("abort_source") and (each["code"] or each.get("kv", {}).get("outcome") == "aborted")
         ]
         assert cut, f"{server.name}: nobody left in time"
-        aborts = counted(server, "baton_aborts_total", leg=server.role) - before[server.name]
+        aborts = server.total("baton_aborts_total", leg=server.role) - before[server.name]
         assert aborts == len(cut) <= len(sent)
-        assert counted(server, "baton_kv_stale_references_total") == stale[server.name]
-
-
-def descriptors(cluster: Cluster) -> dict[str, int]:
-    """Open files of every process, by its name."""
-    found = {"router": len(list(Path(f"/proc/{cluster.router.pid}/fd").iterdir()))}
-    for server in cluster.servers:
-        for part, pid in (("front", server.pid), ("engine", server.engine_pid)):
-            found[f"{server.name} {part}"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return found
+        assert server.total("baton_kv_stale_references_total") == stale[server.name]
 
 
 def burst(cluster: Cluster, name: str, count: int, at_once: int, length: int = 40) -> Counter[str]:
@@ -390,14 +407,14 @@ def test_h2_address_when_it_leads_to_the_decode_server_itself_then_it_is_told_so
     source = pair.p.kv_source()
     del source.cache_store_addresses[:]
     source.cache_store_addresses.append(decode.cache_store[0])
-    before = counted(decode, "baton_handshakes_total", result="restarted")
+    before = decode.total("baton_handshakes_total", result="restarted")
     request = generate_input("h2", prompt_of(40), model=MODEL, max_tokens=TOKENS)
     message = decode_pb2.DecodeRequest(input=request, kv_source=source)
     error = failed(EventReader(pair.d.decode.Decode(message, timeout=LIMIT_S)))
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.metadata["cause"] in (ErrorCode.PEER_RESTARTED.name, ErrorCode.INCOMPATIBLE_PEER.name)
     assert {p_of(cluster).engine_id, decode.engine_id} <= set(error.metadata.values())
-    assert counted(decode, "baton_handshakes_total", result="restarted") > before
+    assert decode.total("baton_handshakes_total", result="restarted") > before
 
 
 def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_gets_its_code_and_stage(

@@ -224,6 +224,15 @@ class ServerProcess:
         """As `metric`, and 0 for what has not happened yet."""
         return self.metric(name, **labels) or 0.0
 
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of all samples with this name whose labels include `labels`."""
+        found = 0.0
+        for line in self.metrics().splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+                found += float(value)
+        return found
+
     @property
     def engine_pid(self) -> int:
         return int(self.page("/server_info")["engine_pid"])

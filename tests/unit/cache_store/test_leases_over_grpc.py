@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -103,6 +104,57 @@ def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(
     assert failed.missing >= 1 and not failed.retriable_here
     ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
+
+
+# ---- the sizes of the report: five layers of a hundred blocks, one every 10 ms
+
+
+PIECES = 500
+LONG = GroupLayout.of("full", num_layers=5, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")  # 16 KiB
+ROW = list(range(PIECES // LONG.num_layers))
+
+
+@contextlib.contextmanager
+def throttled(transport: str) -> Iterator[tuple[Node, Node]]:
+    """A lease of one second, and an open load that takes five. (What a one-sided reader does is its peer's affair.)"""
+    limits = settings(lease_seconds=1.0, transport=transport, chunk_bytes=1 << 16)
+    size: dict[str, Any] = {"layouts": (LONG,), "pool_blocks": len(ROW)}
+    with nodes(Node("prefill", limits, seed=1, **size), Node("decode", limits, seed=2, **size)) as both:
+        prefill, decode = both
+        faults.arm("cache_store.send_piece:delay=0.01")
+        begin_load(prefill, decode, ROW, ROW[::-1])
+        prefill.compute(KEY, len(ROW))
+        yield prefill, decode
+        faults.disarm()
+        assert_clean(*both)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_p4_load_of_500_pieces_over_five_leases_then_it_completes(transport: str) -> None:
+    with throttled(transport) as (prefill, decode):
+        done = decode.load_done()
+        assert (done.transport, done.seconds > 5.0) == (transport, True)
+        assert np.array_equal(decode.blocks(ROW[::-1]), prefill.blocks(ROW))
+        assert decode.count("kv_transfer_pieces_total", result="ok") == PIECES
+        assert prefill.lease_ended().outcome == "released"
+        assert prefill.count("kv_lease_expirations_total") == 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+def test_p4_load_of_500_pieces_when_its_renewal_is_cut_then_8601_with_both_counts(transport: str) -> None:
+    faults.arm("cache_store.renew:drop,side=prefill")
+    with throttled(transport) as (prefill, decode):
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED
+        delivered, missing = (int(failed.error.metadata[name]) for name in ("delivered", "missing"))
+        assert (delivered, missing) == (failed.delivered, failed.missing)
+        assert delivered + missing == PIECES and 0 < delivered < PIECES
+        ended = prefill.lease_ended()
+        assert (ended.outcome, ended.cause) == ("expired", "load_stalled")
+        assert prefill.count("kv_lease_expirations_total", cause="load_stalled") == 1
+        decode.agent.cancel_load(KEY, failed.error)
 
 
 def test_queued_request_renews_its_lease_until_it_loads(pair: tuple[Node, Node], clock: HeldClock) -> None:
