@@ -66,8 +66,10 @@ _TABLE = (
                "the payload of an event, once its checksums are made; of a transport that reads memory there is none"),
     FaultPoint("cache_store.read_event", "D", ("key", "rank"), _MESSAGE,
                "an event of a load is read; a delay is a slow reader"),
+    FaultPoint("cache_store.prove", "D", ("key", "rank"), _FAILS,
+               "whether the lease stood is asked, once everything was read in the peer's memory"),
     FaultPoint("cache_store.renew", "P D", ("key", "side", "rank"), _LOST,
-               "a lease is renewed, by an open load (side: prefill) or by a queued request (side: decode)"),
+               "a lease is renewed, by an open load (side: prefill), a queued request or a long read (side: decode)"),
     FaultPoint("cache_store.tier", "P D", ("tier", "operation"), (DELAY, RAISE, DROP, CORRUPT, FULL),
                "a tier is asked (operation: find, get), which a drop makes a miss, or given a block (put), which full "
                "makes it refuse; corrupt changes what get has read"),

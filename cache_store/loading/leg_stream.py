@@ -135,12 +135,16 @@ class LegStreams:
         staging = self._staging
         if peer.memory is not None:
 
-            async def prove() -> None:
+            async def ask() -> None:
                 await self._peers.renew(leg.address, reference(job.key, job.source, load.generation), reading=True)
+
+            async def prove() -> None:
+                await fault_async("cache_store.prove", key=job.key, rank=self._identity.rank)
+                await ask()
 
             async def renew() -> None:
                 if not await fault_async("cache_store.renew", key=job.key, side="decode", rank=self._identity.rank):
-                    await prove()
+                    await ask()
 
             limits = FetchLimits(
                 steal_at=job.deadline - self._settings.steal_before_deadline_s,
