@@ -176,12 +176,6 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
             "--kv-tier": self.kv_tier,
         }
         flags = ", ".join(flag for flag, value in given.items() if value)
-        if self.tensor_parallel_size > 1:
-            raise BatonError(
-                ErrorCode.INVALID_PARAMS,
-                f"{flags}: tiers below the KV pool serve engines of one rank; leave them out, or give "
-                f"{TENSOR_PARALLEL_FLAG} 1 instead of {self.tensor_parallel_size}",
-            )
         if not self.enable_prefix_caching:
             raise BatonError(
                 ErrorCode.INVALID_PARAMS, f"{flags}: tiers extend the prefix cache; they need --enable-prefix-caching"

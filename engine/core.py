@@ -49,6 +49,7 @@ from rpc.metric_families import Role, families_of
 if TYPE_CHECKING:
     from engine.parallel.agents import RankAgents
     from engine.parallel.hub import Hub
+    from engine.parallel.tiers import RankTiers
     from engine.profiling import StepProfiler
 
 IDLE_MESSAGE_S = 1.0  # longest silence towards the front
@@ -94,7 +95,7 @@ class EngineCore:
         embedding_size: int = 0,
         grammars: GrammarWorkers | None = None,
         hub: Hub | None = None,
-        tiers: TierStore | None = None,
+        tiers: TierStore | RankTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`num_blocks` are the usable ones, without block 0. `kv`: a cache of theirs that was made before.

@@ -241,6 +241,7 @@ def _follow(configuration: bytes, options: argparse.Namespace) -> int:
     wakeup = Wakeup()
     port: Port | None = None
     follower: Follower | None = None
+    failed: BatonError | None = None
     try:
         config = EngineConfig.from_json(configuration)
         config.check()
@@ -254,9 +255,9 @@ def _follow(configuration: bytes, options: argparse.Namespace) -> int:
         follower.run()
         return 0
     except Exception as error:
-        failure = _failure(error)
-        _log.error("rank ends: %s", failure, extra={"code": failure.code.name})
-        report = engine_error(failure)
+        failed = _failure(error)
+        _log.error("rank ends: %s", failed, extra={"code": failed.code.name})
+        report = engine_error(failed)
         # The front first: it may end this process once rank 0 has ended.
         with contextlib.suppress(OSError):
             os.write(options.report, msgspec.msgpack.encode(EngineFailed(report)))
@@ -268,6 +269,8 @@ def _follow(configuration: bytes, options: argparse.Namespace) -> int:
         return 1
     finally:
         if follower is not None:
+            if follower.tiers is not None:
+                follower.tiers.close(DRAIN_S if failed is None else 0)
             follower.rank.agent.close(AGENT_CLOSE_S)
         if port is not None:
             port.close()

@@ -41,6 +41,7 @@ from rpc.faults import fault
 if TYPE_CHECKING:
     from engine.parallel.agents import RankAgents
     from engine.parallel.hub import Hub
+    from engine.parallel.tiers import RankTiers
 
 _log = logging.getLogger(__name__)
 
@@ -196,11 +197,18 @@ def make_core(rank: LoadedRank, grammars: GrammarWorkers | None, hub: Hub | None
     """The core over a rank; over all of them with a hub."""
     runner: Runner = rank.runner
     agent: CacheStoreAgent | RankAgents = rank.agent
+    tiers: TierStore | RankTiers | None = rank.tiers
     if hub is not None:
         from engine.parallel.agents import RankAgents
         from engine.parallel.leader import LeadingRunner
 
         runner, agent = LeadingRunner(rank.runner, hub), RankAgents(rank.agent, hub)
+        if rank.tiers is not None:
+            from engine.parallel.tiers import RankTiers
+
+            tag = rank.kv.groups[0].tag
+            hub.watch_given(rank.kv.record_given(tag), rank.kv.versions(tag))
+            tiers = RankTiers(rank.tiers, rank.kv.versions(tag), hub)
     model = rank.runner.config
     return EngineCore(
         rank.config,
@@ -214,7 +222,7 @@ def make_core(rank: LoadedRank, grammars: GrammarWorkers | None, hub: Hub | None
         embedding_size=rank.runner.embedding_size,
         grammars=grammars,
         hub=hub,
-        tiers=rank.tiers,
+        tiers=tiers,
     )
 
 

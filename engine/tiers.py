@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from cache_store.agent import AgentIdentity
 from cache_store.memory.pool import KvPool
@@ -40,10 +41,12 @@ def open_tiers(
         )
     layout = identity.groups[0]
     size = record_bytes(layout.num_layers * layout.block_bytes)
+    ranks = identity.tp_size
     for flag, limit in (("--kv-host-bytes", config.kv_host_bytes), ("--kv-disk-bytes", config.kv_disk_bytes)):
-        if 0 < limit < 2 * size:
+        if 0 < limit < 2 * size * ranks:
             raise BatonError(
-                ErrorCode.INVALID_PARAMS, f"{flag} {limit} has no room for two blocks of this model, {size} bytes each"
+                ErrorCode.INVALID_PARAMS,
+                f"{flag} {limit} has no room for two blocks of this model, {size * ranks} bytes each",
             )
     free = free_memory_bytes()
     if config.kv_host_bytes > free:
@@ -54,9 +57,11 @@ def open_tiers(
     tiers: list[Tier] = []
     try:
         if config.kv_host_bytes:
-            tiers.append(HostTier(config.kv_host_bytes))
+            tiers.append(HostTier(config.kv_host_bytes // ranks))
         if config.kv_disk_path:
-            tiers.append(DiskTier(config.kv_disk_path, config.kv_disk_bytes))
+            # Each rank has a directory of its own, and its share of the room.
+            own = f"rank-{identity.rank}-of-{ranks}" if ranks > 1 else ""
+            tiers.append(DiskTier(Path(config.kv_disk_path, own), config.kv_disk_bytes // ranks))
         if config.kv_tier:
             try:
                 check_address(config.kv_tier)

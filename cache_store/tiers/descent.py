@@ -88,16 +88,24 @@ class Descent:
 
     # -- the engine's thread ----------------------------------------------------------------------------------
 
-    def name(self, blocks: Sequence[tuple[int, bytes]], epoch: int) -> None:
-        """(block, its hash) in a prefix's order. Begins with `release`. What is too much is left out from the end."""
-        versions = self._versions
+    def name(self, blocks: Sequence[tuple[int, bytes]], epoch: int, versions: Sequence[int] | None) -> None:
+        """See `TierStore.write`. Begins with `release`. What is too much is left out from the end."""
+        if versions is None:
+            versions = [self._versions[block] for block, _ in blocks]
         room = max(0, MOST_WRITES - self._waiting - self._named_blocks)
         if len(blocks) > room:
             self._observe("kv_tier_skipped_writes_total", len(blocks) - room, reason="queue_full")
             blocks = blocks[:room]
         if blocks:
             after = self._copies.mark()
-            self._named.append(_Chain([_Write(block, versions[block], name, after, epoch) for block, name in blocks]))
+            self._named.append(
+                _Chain(
+                    [
+                        _Write(block, version, name, after, epoch)
+                        for (block, name), version in zip(blocks, versions, strict=False)
+                    ]
+                )
+            )
             self._named_blocks += len(blocks)
 
     def release(self) -> None:

@@ -132,13 +132,14 @@ class TierStore:
 
     # -- down -----------------------------------------------------------------------------------------------
 
-    def write(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+    def write(self, blocks: Sequence[tuple[int, bytes]], versions: Sequence[int] | None = None) -> None:
         """(block, its hash) of blocks whose KV is complete and which are in the prefix cache now, in a prefix's order.
 
         Those that a tier has already are in use there; the others are copied, or left out if too many wait. Begins when
-        `poll` is called next.
+        `poll` is called next. versions: that the blocks had when their KV was complete, one for each; None: the present
+        ones.
         """
-        self._descent.name(blocks, self._epoch)
+        self._descent.name(blocks, self._epoch, versions)
 
     # -- up -------------------------------------------------------------------------------------------------
 

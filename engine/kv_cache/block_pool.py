@@ -51,6 +51,7 @@ class BlockPool:
         self.releases = 0  # rises whenever a block may have become available
         # By block; rises before anything else than what is in the block may be written to it.
         self.versions = [0] * (num_blocks + 1)
+        self.given: list[int] | None = None  # blocks that were given out since it was emptied; None: nobody asks
         self._free = list(range(num_blocks, 0, -1))  # a stack; low ids first
         self._holders = [[0] * (num_blocks + 1) for _ in Hold]  # by reason and block
         self._state = [_FREE] * (num_blocks + 1)
@@ -78,6 +79,8 @@ class BlockPool:
         for block in blocks:
             self.versions[block] += 1
             self._add(block, hold)
+        if self.given is not None:
+            self.given += blocks
         return blocks
 
     def share(self, blocks: Iterable[int], hold: Hold) -> None:

@@ -167,7 +167,14 @@ class KvCache:
                     new = stored
         return new
 
-    def versions(self, tag: str) -> Sequence[int]:
+    def record_given(self, tag: str) -> list[int]:
+        """A list to which each block of the group `tag` is added when it is given out; whoever asks empties it."""
+        pool = self._group_of(tag).pool
+        if pool.given is None:
+            pool.given = []
+        return pool.given
+
+    def versions(self, tag: str) -> list[int]:
         """By block of the group `tag`: a number that rises whenever the block is given out, which is before anything
         may be written to it. Any thread may read it."""
         return self._group_of(tag).pool.versions

@@ -18,6 +18,7 @@ from engine.parallel.lost import RankLost
 from engine.parallel.messages import PROTOCOL_VERSION, FollowerFrame, RankFrame, StepOrder
 from engine.parallel.port import Port
 from engine.parallel.step_orders import FollowedSteps, embeddings_travel_apart, take_embeddings
+from engine.parallel.tiers import FollowedTiers
 from engine.startup import LoadedRank, finish_rank, load_model
 from engine.transfer import Publisher
 from rpc.errors import BatonError, ErrorCode
@@ -83,6 +84,9 @@ class Follower:
         self._apart = embeddings_travel_apart(rank.runner.device)
         self._deferred: list[Callable[[], None]] = []
         self._told_at = 0.0
+        self.tiers: FollowedTiers | None = None
+        if rank.tiers is not None:
+            self.tiers = FollowedTiers(rank.tiers, rank.kv.versions(rank.kv.groups[0].tag))
         port.watch(wakeup.fileno())
 
     def tell_ready(self) -> None:
@@ -116,10 +120,15 @@ class Follower:
 
     def _do(self, frame: FollowerFrame) -> bool:
         """False: that was the last frame."""
+        if frame.given and self.tiers is not None:
+            self.tiers.given(frame.given)
         for group, blocks in frame.wipes:
             self.rank.runner.wipe(group, blocks)
         for call in frame.calls:
             apply(call, self.rank.agent)
+        if self.tiers is not None:
+            for order in frame.tiers:
+                self.tiers.apply(order)
         if frame.heartbeat:
             fault("engine.rest", rank=self.rank.config.rank)
         if frame.stop:
@@ -159,20 +168,21 @@ class Follower:
             self._deferred.pop(0)()
 
     def _tell(self, pong: int = 0) -> None:
-        """What the agent has to say, to rank 0; its figures with it, and from time to time by themselves."""
+        """What the agent and the tiers have to say, to rank 0; figures with it, and from time to time by themselves."""
         agent = self.rank.agent
         events = agent.poll_events()
+        ends = self.tiers.take_ends() if self.tiers is not None else []
         now = time.monotonic()
-        if not events and not pong and now < self._told_at + FIGURES_S:
+        if not events and not ends and not pong and now < self._told_at + FIGURES_S:
             return
         self._told_at = now
+        news = [*agent.take_observations(), *(self.tiers.take_observations() if self.tiers is not None else ())]
         self._port.send(
             RankFrame(
                 events=[event_message(event) for event in events],
-                observations=[
-                    Observation(item.name, dict(item.labels), item.value) for item in agent.take_observations()
-                ],
+                observations=[Observation(item.name, dict(item.labels), item.value) for item in news],
                 stats=rank_stats(self.rank.config.rank, agent.stats()),
                 pong=pong,
+                tier_ends=ends,
             )
         )

@@ -29,6 +29,7 @@ from engine.parallel.messages import (
     RankFrame,
     StepOrder,
 )
+from engine.parallel.tier_messages import FetchEnded, TierCall
 
 HEARTBEAT_S = 1.0  # longest silence towards the followers while they have nothing to do, if the deadline allows it
 BLAME_S = 0.5  # how long a failed step waits for the rank that is at fault to say so
@@ -75,6 +76,10 @@ class Hub:
         self._seq = 0
         self._wipes: list[tuple[str, list[int]]] = []
         self._calls: list[AgentCall] = []
+        self._tier_calls: list[TierCall] = []
+        self._tier_ends: list[tuple[int, FetchEnded]] = []
+        self._given: list[int] = []
+        self._versions: Sequence[int] = ()
         self._stopped = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankFrame)
@@ -124,6 +129,14 @@ class Hub:
         """Has every follower make the call on its agent: with the next step, or the next `flush`."""
         self._calls.append(call)
 
+    def post_tiers(self, call: TierCall) -> None:
+        """Has every follower make the call on its tiers: with the next step, or the next `flush`."""
+        self._tier_calls.append(call)
+
+    def watch_given(self, given: list[int], versions: Sequence[int]) -> None:
+        """From now on each frame tells the versions of the blocks that are in `given`, and empties it."""
+        self._given, self._versions = given, versions
+
     def wipe(self, group: str, blocks: Sequence[int]) -> None:
         """Has every follower zero the blocks: with the next step, or the next `flush`."""
         if blocks:
@@ -136,7 +149,7 @@ class Hub:
 
     def flush(self) -> None:
         """Sends what was posted, if anything."""
-        if self._calls or self._wipes:
+        if self._calls or self._wipes or self._tier_calls:
             self._send(FollowerFrame(self._next()))
 
     def heartbeat(self) -> None:
@@ -189,13 +202,19 @@ class Hub:
             frame.calls, self._calls = self._calls, []
         if self._wipes:
             frame.wipes, self._wipes = self._wipes, []
+        if self._tier_calls:
+            frame.tiers, self._tier_calls = self._tier_calls, []
+        if self._given:
+            frame.given = [(block, self._versions[block]) for block in self._given]
         buffer = self._buffer
         self._encoder.encode_into(frame, buffer, HEADER_BYTES)
         length = len(buffer) - HEADER_BYTES
         if length > MOST_BYTES:
-            self._calls, self._wipes = frame.calls, frame.wipes  # they leave with the next frame
+            # They leave with the next frame.
+            self._calls, self._wipes, self._tier_calls = frame.calls, frame.wipes, frame.tiers
             self._buffer = bytearray()
             raise ValueError(f"a frame of {length} bytes; at most {MOST_BYTES} are allowed")
+        self._given.clear()
         buffer[:HEADER_BYTES] = length.to_bytes(HEADER_BYTES, "little")
         lagging: list[_Follower] = []
         for follower in self._followers:
@@ -247,6 +266,11 @@ class Hub:
                 frames, follower.frames = follower.frames, []
                 found += [(follower.rank, frame) for frame in frames]
         return found
+
+    def take_tier_ends(self) -> list[tuple[int, FetchEnded]]:
+        """What the followers' tiers have ended, as far as `poll` or another call has read it."""
+        ends, self._tier_ends = self._tier_ends, []
+        return ends
 
     def poll_silence(self, now: float) -> None:
         """Raises RankLost for a follower that has not answered a heartbeat in time."""
@@ -320,6 +344,7 @@ class Hub:
             follower.reached = frame.reached
         if frame.ready is not None:
             follower.ready = frame.ready
+        self._tier_ends += [(follower.rank, end) for end in frame.tier_ends]
         if frame.pong and frame.pong >= follower.asked:
             follower.asked_at = 0.0
         if frame.events or frame.observations or frame.stats is not None:

@@ -10,8 +10,9 @@ import msgspec
 
 from engine.messages import EngineError, Observation, RankFacts, RankStats
 from engine.parallel.agent_messages import AgentCall, RankEvent, Share
+from engine.parallel.tier_messages import FetchEnded, TierCall
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class EmbeddingsOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -87,8 +88,10 @@ class FollowerFrame(msgspec.Struct, omit_defaults=True):
     start: FollowerStart | None = None
     proceed: bool = False  # all ranks have come as far as the follower's `reached`
     weights: LoadedWeights | None = None  # with `proceed`, where they are loaded
+    given: list[tuple[int, int]] = []  # with tiers: blocks that were given out since the last frame, their versions
     wipes: list[tuple[str, list[int]]] = []  # group, blocks to be zeroed
     calls: list[AgentCall] = []
+    tiers: list[TierCall] = []
     step: StepOrder | None = None
     heartbeat: bool = False  # asks for a `pong` of this number
     stop: bool = False  # nothing comes after this frame, which has no step
@@ -106,5 +109,6 @@ class RankFrame(msgspec.Struct, omit_defaults=True):
     events: list[RankEvent] = []
     observations: list[Observation] = []
     stats: RankStats | None = None
+    tier_ends: list[FetchEnded] = []
     pong: int = 0  # the heartbeat that it answers
     failed: EngineError | None = None  # it cannot go on, and leaves

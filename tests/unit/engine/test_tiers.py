@@ -89,7 +89,6 @@ def test_engine_when_its_directory_is_in_use_then_does_not_start(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({"kv_host_bytes": 1 << 20, "tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"kv_disk_path": "/x", "kv_disk_bytes": 1 << 20, "enable_prefix_caching": False}, "--enable-prefix-caching"),
         ({"kv_tier": "mooncake://a:1", "allow_local_prefill": False}, "--allow-local-prefill"),
         ({"kv_disk_path": "/x"}, "--kv-disk-bytes"),

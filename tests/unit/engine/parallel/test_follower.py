@@ -30,7 +30,7 @@ def test_silence_of_rank_0_when_the_agent_has_news_all_the_time_then_it_is_notic
     agent = SimpleNamespace(poll_events=list, take_observations=list, stats=AgentStats)
     rank = SimpleNamespace(
         config=SimpleNamespace(rank=1, start_deadline_ns=0), runner=SimpleNamespace(device=torch.device("cpu")),
-        agent=agent,
+        agent=agent, tiers=None,
     )  # fmt: skip
     port = Port(theirs, SHORT_S)
     follower = Follower(rank, port, wakeup)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_silence_of_rank_0_when_it_stops_as_soon_as_it_is_ready_then_it_is_not_t
     start_deadline_ns = time.monotonic_ns() + int(1000 * LIMIT_S * 1e9)
     rank = SimpleNamespace(
         config=SimpleNamespace(rank=1, start_deadline_ns=start_deadline_ns),
-        runner=SimpleNamespace(device=torch.device("cpu")), agent=agent,
+        runner=SimpleNamespace(device=torch.device("cpu")), agent=agent, tiers=None,
     )  # fmt: skip
     follower = Follower(rank, port, wakeup)  # type: ignore[arg-type]
     ended: list[RankLost] = []
