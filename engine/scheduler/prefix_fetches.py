@@ -85,8 +85,17 @@ class PrefixFetches:
 
     # -- down -------------------------------------------------------------------------------------------------
 
-    def committed(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """These were computed here and have entered the prefix cache."""
+    def committed(self, request: Request, blocks: Sequence[tuple[int, bytes]], start: int) -> None:
+        """A step that has computed a request's tokens from `start` on has put these blocks into the prefix cache.
+
+        With the last of a prompt's steps all of its blocks are named: those of each step would else be older to the
+        tiers than what follows them, and go before it.
+        """
+        allocation = request.allocation
+        assert allocation is not None
+        if allocation.cached_tokens < start < len(request.prompt) <= request.computed:
+            held = allocation.groups[self._tag]
+            blocks = list(zip(held.blocks[: request.computed // self._size], held.chain.hashes, strict=False))
         if blocks:
             self._tiers.write(blocks)
 

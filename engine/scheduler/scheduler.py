@@ -214,7 +214,7 @@ class Scheduler:
                 assert request.allocation is not None
                 new = self.kv.commit(request.allocation, request.tokens, request.computed)
                 if self.fetches is not None and request.compute_here:
-                    self.fetches.committed(new)
+                    self.fetches.committed(request, new, row.start)
             if not row.sample:
                 continue
             if outcome.token_id is None:

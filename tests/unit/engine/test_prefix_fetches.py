@@ -354,6 +354,22 @@ def test_prompt_when_the_pool_has_it_then_tiers_that_lost_it_get_it_again(below:
     assert len(tiers.stored) == 4
 
 
+def test_prompt_when_it_took_several_steps_then_the_last_one_names_all_of_it_in_order() -> None:
+    below = Below(max_num_batched_tokens=8)
+    engine, tiers = below.engine, below.tiers
+    tiers.busy = True
+    engine.add("long", list(range(40, 60)), max_tokens=1)
+    named = []
+    for _ in range(3):
+        engine.step()
+        named.append([block_hash for _, block_hash, _ in tiers.writes])
+        tiers.writes.clear()
+    assert [len(each) for each in named] == [2, 2, 5]
+    assert named[2][:4] == named[0] + named[1]
+    below.settle()
+    engine.assert_clean()
+
+
 def test_load_of_a_decode_server_when_it_is_done_then_no_tier_gets_it(below: Below) -> None:
     engine, tiers = below.engine, below.tiers
     tiers.stored.clear()
