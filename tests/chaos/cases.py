@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.conformance.reference import clear_prompt, reference
+from rpc.errors import BatonError
+from tests.conformance.reference import clear_prompt, prompt_of, reference
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
+from tests.integration.wire_client import EventReader, typed
 from tests.unit.engine.tiny_models import tiny_model
 
 MODEL = "llama"
@@ -91,3 +96,29 @@ def descriptors(cluster: Cluster) -> dict[str, int]:
         for part, pid in (("front", server.pid), ("engine", server.engine_pid)):
             found[f"{server.name} {part}"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return found
+
+
+def burst(cluster: Cluster, name: str, count: int, at_once: int, length: int = 40, tokens: int = 4) -> Counter[str]:
+    """How many of `count` requests ended how: "length", or the name of the code."""
+
+    def one(number: int) -> str:
+        try:
+            return client.generate(prompt_of(length, number % 7), tokens, request_id=f"{name}-{number}").finish_reason
+        except BatonError as error:
+            return error.code.name
+
+    with GenerationClient(cluster.router.grpc) as client, ThreadPoolExecutor(at_once) as pool:
+        return Counter(pool.map(one, range(count)))
+
+
+def events_of(record: dict[str, Any]) -> dict[str, int]:
+    """Time in nanoseconds, on a clock that all processes share, of each event of a request."""
+    return {event["name"]: event["at_ns"] for event in record["events"]}
+
+
+def failed(reader: EventReader) -> BatonError:
+    """The error of a decode stream that brought no token."""
+    result = reader.wait_end()
+    assert result.tokens == []
+    assert reader.error is not None
+    return typed(reader.error)

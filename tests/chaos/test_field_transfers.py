@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
@@ -24,7 +23,7 @@ import pytest
 
 from protos import decode_pb2
 from rpc.errors import BatonError, ErrorCode
-from tests.chaos.cases import ROUTER_FLAGS, descriptors, wait_workers_ready
+from tests.chaos.cases import ROUTER_FLAGS, burst, descriptors, events_of, failed, wait_workers_ready
 from tests.chaos.raw_reader import RawReader
 from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import clear_prompt, prompt_of, reference
@@ -58,6 +57,7 @@ PREFILL_FAULTS = (
     "engine.layer:delay=0.003",
 )
 DECODE_FAULTS = (
+    "cache_store.read_event:delay=60,key=k2-late*,while={held}",
     "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-0*",
     "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-1*",
     "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-2*",
@@ -87,7 +87,7 @@ def cluster(held: Path) -> Iterator[Cluster]:
         router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--migration-limit", "0",
                       "--cb-failure-threshold", "10000"),
         prefill_env={"BATON_FAULTS": ";".join(PREFILL_FAULTS).replace("{held}", str(held))},
-        decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS)},
+        decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS).replace("{held}", str(held))},
     ) as running:  # fmt: skip
         yield running
 
@@ -136,25 +136,12 @@ def staged(server: ServerProcess) -> int:
     return int(server.ledger()[0]["staged"])
 
 
-def events_of(record: dict[str, Any]) -> dict[str, int]:
-    """Time in nanoseconds, on a clock that all processes share, of each event of a request."""
-    return {event["name"]: event["at_ns"] for event in record["events"]}
-
-
 def post(cluster: Cluster, prompt: list[int], request_id: str, max_tokens: int = TOKENS) -> httpx.Response:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return httpx.post(
         f"http://{cluster.router.http}/v1/completions", json=body, headers={"X-Request-Id": request_id}, timeout=30.0,
         verify=False,
     )  # fmt: skip
-
-
-def failed(reader: EventReader) -> BatonError:
-    """The error of a decode stream that brought no token."""
-    result = reader.wait_end()
-    assert result.tokens == []
-    assert reader.error is not None
-    return typed(reader.error)
 
 
 # -- KV lifetime ---------------------------------------------------------------------------------------------------
@@ -195,6 +182,32 @@ def test_k2_load_through_d_when_the_reference_is_wrong_then_an_error_and_no_toke
     assert error.metadata["cause"] == cause.name
     assert decode.total("baton_kv_transfer_failures_total", reason=cause.name) == before + 1
     pair.p.abort(request.request_key, source="peer")
+
+
+def test_k2_read_of_p_s_memory_when_its_blocks_hold_other_prompts_by_then_then_an_error_and_no_token(
+    cluster: Cluster, pair: Pair, held: Path
+) -> None:
+    """D is late: P has said everything, the request was aborted there, and its blocks have been written again."""
+    prefill, decode = p_of(cluster), d_of(cluster)
+    request = generate_input("k2-late", prompt_of(200, salt=2), model=MODEL, max_tokens=TOKENS)
+    held.touch()
+    try:
+        reader = pair.open_decode(request)
+        pair.open_prefill(request).result(LIMIT_S)
+        wait_for("P to have said everything", lambda: prefill.open_state("k2-late") == "held", LIMIT_S)
+        assert pair.p.abort(request.request_key, source="peer")
+        wait_for("the end of the lease", lambda: not staged(prefill), LIMIT_S)
+        for salt in range(5):  # more than the pool has room for
+            other = generate_input(f"k2-other-{salt}", prompt_of(250, salt), model=MODEL, max_tokens=1)
+            pair.open_prefill(other).result(LIMIT_S)
+            pair.p.abort(other.request_key, source="peer")
+    finally:
+        held.unlink()
+    error = failed(reader)
+    assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
+    assert error.metadata["cause"] == ErrorCode.REQUEST_TOMBSTONED.name
+    assert error.metadata["delivered"] == str(LAYERS * -(-200 // BLOCK)), "it was not read at all"
+    assert decode.total("baton_kv_transfer_seconds_count", transport="ipc") > 0
 
 
 def test_k4_key_when_a_request_is_handed_over_then_router_servers_and_cache_stores_log_one_and_the_same(
@@ -326,19 +339,6 @@ def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster,
         aborts = server.total("baton_aborts_total", leg=server.role) - before[server.name]
         assert aborts == len(cut) <= len(sent)
         assert server.total("baton_kv_stale_references_total") == stale[server.name]
-
-
-def burst(cluster: Cluster, name: str, count: int, at_once: int, length: int = 40) -> Counter[str]:
-    """How many of `count` requests ended how: "length", or the name of the code."""
-
-    def one(number: int) -> str:
-        try:
-            return client.generate(prompt_of(length, number % 7), TOKENS, request_id=f"{name}-{number}").finish_reason
-        except BatonError as error:
-            return error.code.name
-
-    with GenerationClient(cluster.router.grpc) as client, ThreadPoolExecutor(at_once) as pool:
-        return Counter(pool.map(one, range(count)))
 
 
 def test_k6_loads_when_every_second_one_fails_then_nothing_they_took_is_missing_afterwards(cluster: Cluster) -> None:
