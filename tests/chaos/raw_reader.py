@@ -60,6 +60,15 @@ class RawReader:
         assert self.done
         return self.pieces
 
+    def ended(self) -> bool:
+        """Whether the request was aborted: its lease can be renewed no more."""
+        with self._stub() as stub:
+            try:
+                stub.RenewLease(cache_store_pb2.RenewLeaseRequest(reference=self._reference), timeout=LIMIT_S)
+            except grpc.RpcError as error:
+                return error.code() is grpc.StatusCode.CANCELLED
+        return False
+
     def release(self) -> None:
         with self._stub() as stub:
             request = cache_store_pb2.ReleaseRequest(reference=self._reference, complete=True, reader=READER)

@@ -48,6 +48,7 @@ TOKENS = 4
 PREFILL_FAULTS = (
     "cache_store.send_piece:delay=60,layer=1,key=k1-*",
     "cache_store.send_piece:delay=0.05,key=k9-slow-*",
+    "cache_store.send_piece:delay=60,layer=2,key=k9-slow-cancelled*,while={held}",
     "cache_store.send_piece:delay=10,layer=1,key=k10-*",
     "cache_store.send_piece:delay=60,layer=2,block=0,key=o3*,while={held}",
     "cache_store.publish:delay=60,nth=3,key=h4-grpc*,while={held}",
@@ -116,8 +117,7 @@ def known() -> tuple[list[int], list[int]]:
 def _ends_well(cluster: Cluster, client: GenerationClient, known: tuple[list[int], list[int]]) -> Iterator[None]:
     yield
     cluster.assert_clean_ledgers()
-    for process in (*cluster.servers, cluster.router):
-        assert process.alive, process.describe()
+    assert all(process.alive for process in (*cluster.servers, cluster.router)), "a process has ended"
     answer = client.generate(known[0], TOKENS)
     assert (answer.token_ids, answer.path) == (known[1], "pd")
     cluster.assert_clean_ledgers()
@@ -148,9 +148,7 @@ def post(cluster: Cluster, prompt: list[int], request_id: str, max_tokens: int =
 
 
 def raw_reader(cluster: Cluster, key: str, prompt_tokens: int) -> RawReader:
-    return RawReader(
-        p_of(cluster), key, prompt_tokens, block_size=BLOCK, block_bytes=BLOCK_BYTES, layers=LAYERS
-    )  # fmt: skip
+    return RawReader(p_of(cluster), key, prompt_tokens, block_size=BLOCK, block_bytes=BLOCK_BYTES, layers=LAYERS)
 
 
 @pytest.mark.parametrize("reference_to", ["blocks beyond the prompt", "kv released before", "kv of another prompt"])
@@ -238,7 +236,7 @@ def test_k4_key_when_a_request_is_handed_over_then_router_servers_and_cache_stor
 
 @pytest.mark.parametrize("end", ["finished", "cancelled"])
 def test_k9_sequence_when_it_ends_under_a_slow_reader_then_its_blocks_stay_until_the_reader_has_ended(
-    cluster: Cluster, pair: Pair, end: str
+    cluster: Cluster, pair: Pair, held: Path, end: str
 ) -> None:
     """Other prompts fill the pool meanwhile, and two more wait for room: nobody is preempted for them."""
     prefill, prompt = p_of(cluster), prompt_of(extent(100, 230), salt=9)
@@ -258,23 +256,27 @@ def test_k9_sequence_when_it_ends_under_a_slow_reader_then_its_blocks_stay_until
     asked = [pair.open_prefill(other) for other in others]
     full = 3 * -(-250 // BLOCK) + blocks  # four more would not fit
     cut = contextlib.nullcontext() if end == "finished" else pytest.raises(grpc.RpcError)
+    slow = raw_reader(cluster, key, len(prompt))
+    held.touch()
     try:
         wait_for("a full pool", lambda: staged(prefill) == full, LIMIT_S)
-        slow = raw_reader(cluster, key, len(prompt))
         with cut as caught:
             for count in slow.read():
                 if count <= blocks:
                     assert staged(prefill) >= full, "its blocks have left it under its reader"
                 if end == "cancelled" and count == blocks:
                     assert pair.p.abort(key, source="peer")
+                    wait_for("the lease to end", slow.ended, LIMIT_S)
+                    held.unlink()
     finally:
+        held.unlink(missing_ok=True)
         for request_key in (key, *(other.request_key for other in others)):
             pair.p.abort(request_key, source="peer")
     assert caught is None or typed(caught.value).code is ErrorCode.REQUEST_TOMBSTONED
     assert slow.done == (end == "finished") == (slow.pieces.keys() == right.keys())
     for piece, data in slow.pieces.items():
-        numbers, clean_numbers = np.frombuffer(data, np.float32), np.frombuffer(right[piece], np.float32)
-        assert np.allclose(numbers, clean_numbers, atol=1e-5), f"{piece} has the KV of another prompt"
+        both = (np.frombuffer(each, np.float32) for each in (data, right[piece]))
+        assert np.allclose(*both, atol=1e-5), f"{piece} has the KV of another prompt"
     for each in asked:
         each.exception(LIMIT_S)
 
