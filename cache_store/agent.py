@@ -37,6 +37,7 @@ from cache_store.loading.puller import Puller
 from cache_store.loop_errors import guarded, on_loop_exception
 from cache_store.memory.allocator import keep_freed_memory
 from cache_store.memory.fetching import DeviceFetcher, Fetcher, HostFetcher
+from cache_store.memory.lease_words import make_lease_words
 from cache_store.memory.pool import HostKvPool, KvPool, StagedKvPool
 from cache_store.memory.staging import Completions, Staging, Ticket
 from cache_store.nixl.fetching import NixlFetcher
@@ -105,15 +106,6 @@ class CacheStoreAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = asyncio.Event()
         observe = self._observations.observe
-        self._table = LeaseTable(
-            identity.groups,
-            lease_seconds=settings.lease_seconds,
-            load_stall_s=settings.load_stall_timeout_s,
-            remember_s=settings.tombstone_s,
-            max_remembered=settings.remembered_keys,
-            clock=clock,
-            observe=observe,
-        )
         self._parking = ParkingTable(settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock)
         self._staging: Staging | None = None
         self._marks: Completions | None = None
@@ -124,9 +116,22 @@ class CacheStoreAgent:
         # Threads begin with the first event that is large enough for them.
         self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
         self._offer = make_offer(pool, settings, observe)
+        self._words = make_lease_words() if IPC in self._offer.memories else None
+        if self._words is not None:
+            self._offer = replace(self._offer, lease_words=self._words.describe())
+        self._table = LeaseTable(
+            identity.groups,
+            lease_seconds=settings.lease_seconds,
+            load_stall_s=settings.load_stall_timeout_s,
+            remember_s=settings.tombstone_s,
+            max_remembered=settings.remembered_keys,
+            clock=clock,
+            observe=observe,
+            words=self._words,
+        )
         self._fetchers: dict[str, Fetcher] = {}
         if IPC in self._offer.transports:
-            self._fetchers[IPC] = self._ipc_fetcher()
+            self._fetchers[IPC] = self._ipc_fetcher(settings.threads)
         self._nixl: NixlLink | None = None
         regions = pool.regions()
         if NIXL in self._offer.transports and regions is not None:
@@ -154,11 +159,11 @@ class CacheStoreAgent:
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def _ipc_fetcher(self) -> Fetcher:
+    def _ipc_fetcher(self, threads: int) -> Fetcher:
         if self._staging is not None:
             return DeviceFetcher(IPC, self._staging)
         assert isinstance(self._pool, HostKvPool)
-        return HostFetcher(IPC, self._pool, self._workers)
+        return HostFetcher(IPC, self._pool, self._workers, threads)
 
     @property
     def _nixl_alone(self) -> bool:
@@ -205,6 +210,9 @@ class CacheStoreAgent:
             self._marks.close()
         if self._staging is not None:
             self._staging.close()
+        words, self._words = self._words, None
+        if words is not None:
+            words.close()
 
     @property
     def transports(self) -> tuple[str, ...]:

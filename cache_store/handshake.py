@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache_store.checksum import MODES, stricter
 from cache_store.geometry.layout import AgentIdentity
 from cache_store.geometry.tp_mapping import peer_map
-from cache_store.transports import TCP, Offer
+from cache_store.transports import IPC, TCP, Offer
 from cache_store.wire import out_of_range, require
 from protos import cache_store_pb2, common_pb2
 from rpc.block_sizes import block_sizes_fit
@@ -121,6 +121,7 @@ def answer(
         checksum=stricter(request.checksum, checksum),
         lease_seconds=lease_seconds,
         better_soon=better_soon,
+        lease_words=offer.lease_words if transport == IPC else None,
     )
 
 

@@ -66,6 +66,8 @@ _TABLE = (
                "the payload of an event, once its checksums are made; of a transport that reads memory there is none"),
     FaultPoint("cache_store.read_event", "D", ("key", "rank"), _MESSAGE,
                "an event of a load is read; a delay is a slow reader"),
+    FaultPoint("cache_store.lease_word", "D", ("key", "rank"), (DROP,),
+               "the word that says that the lease stood is looked at; with a drop it says nothing"),
     FaultPoint("cache_store.prove", "D", ("key", "rank"), _FAILS,
                "whether the lease stood is asked, once everything was read in the peer's memory"),
     FaultPoint("cache_store.renew", "P D", ("key", "side", "rank"), _LOST,

@@ -8,7 +8,7 @@ import os
 import tomllib
 from pathlib import Path
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of the wire contract between router, prefill and decode servers; a pair must share it."""
 
 

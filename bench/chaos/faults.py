@@ -52,6 +52,7 @@ _POINTS: tuple[tuple[Kind, tuple[str, ...], float, str], ...] = (
     (Kind.DROP, (_PREFILL,), 0.002, "cache_store.publish:drop"),
     (Kind.DROP, (_PREFILL,), 0.002, "prefill.answer:drop"),
     (Kind.DROP, (_DECODE,), 0.002, "cache_store.read_event:drop"),
+    (Kind.DROP, (_DECODE,), 0.3, "cache_store.lease_word:drop"),
     (Kind.DROP, (_DECODE,), 0.005, "decode.reserved:drop"),
     (Kind.DROP, _SERVERS, 0.3, "cache_store.renew:drop"),
     (Kind.DROP, _SERVERS, 0.03, "cache_store.release:drop"),

@@ -24,6 +24,10 @@ class Rows:
     def nbytes(self) -> int:
         return self.unit_bytes * len(self.numbers)
 
+    def at(self, layer: int) -> Rows:
+        """The same rows of another layer."""
+        return Rows(self.group, layer, self.unit_bytes, self.numbers)
+
     def part(self, at: int, count: int) -> Rows:
         """Up to `count` of the rows, from entry `at` on."""
         return Rows(self.group, self.layer, self.unit_bytes, self.numbers[at : at + count])

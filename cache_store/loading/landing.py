@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cache_store.failures import blames_request
+from cache_store.geometry.pieces import Piece
 from cache_store.geometry.rows import Rows, block_rows
 from cache_store.geometry.tp_mapping import PeerShare
 from cache_store.loading.load import Load, WantedHere, breach
@@ -41,7 +42,7 @@ class Landing(ABC):
     unproven = False
 
     @abstractmethod
-    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+    async def store(self, load: Load, piece: Piece, data: memoryview) -> None:
         """Checks an event and begins to put its blocks into the pool. May wait for room. Raises the load's failure."""
 
     async def begin(self, load: Load, started: pb.Started) -> None:
@@ -71,12 +72,12 @@ class HostLanding(Landing):
     def __init__(self, pool: HostKvPool) -> None:
         self._pool = pool
 
-    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
-        wanted = load.expect(header, data.nbytes)
-        load.verify(header, data)
-        write_blocks(self._pool, wanted, header.layer, header.blocks, data)
-        load.on_taken(header)
-        load.on_delivered(header, data.nbytes)
+    async def store(self, load: Load, piece: Piece, data: memoryview) -> None:
+        wanted = load.expect(piece, data.nbytes)
+        load.verify(piece, data)
+        write_blocks(self._pool, wanted, piece.layer, piece.blocks, data)
+        load.on_taken(piece)
+        load.on_delivered(piece)
 
 
 class _CopyLanding(Landing):
@@ -91,28 +92,18 @@ class _CopyLanding(Landing):
         self._after = after
         self._copies: set[asyncio.Future[None]] = set()
 
-    def _expect_completion(
-        self, load: Load, header: pb.PieceHeader, size: int
-    ) -> Callable[[BaseException | None], None]:
-        """To be called on the loop once a copy that has begun is done, or has failed."""
+    def _expect_completion(self, load: Load, piece: Piece) -> Callable[[BaseException | None], None]:
+        """To be called on the loop once a copy that has begun, of a piece that was taken, is done or has failed."""
         if self._in_order:  # the first one waits for all
             self._after = None
-        load.on_taken(header)
         copy: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._copies.add(copy)
-        return partial(self._completed, load, header, size, copy)
+        return partial(self._completed, load, piece, copy)
 
-    def _completed(
-        self,
-        load: Load,
-        header: pb.PieceHeader,
-        size: int,
-        copy: asyncio.Future[None],
-        failure: BaseException | None,
-    ) -> None:
+    def _completed(self, load: Load, piece: Piece, copy: asyncio.Future[None], failure: BaseException | None) -> None:
         if failure is None:
             try:
-                load.on_delivered(header, size)
+                load.on_delivered(piece)
                 self._delivered(load)
             except Exception as error:  # of a metric; the load ends, and does not wait for what was not counted
                 failure = error
@@ -153,9 +144,9 @@ class StagedLanding(_CopyLanding):
         super().__init__(wake, after)
         self._staging = staging
 
-    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+    async def store(self, load: Load, piece: Piece, data: memoryview) -> None:
         self.check(load)
-        wanted = load.expect(header, data.nbytes)
+        wanted = load.expect(piece, data.nbytes)
         ring = self._staging.writes
         if data.nbytes > ring.slot_bytes:
             load.fail_with(
@@ -169,12 +160,13 @@ class StagedLanding(_CopyLanding):
         try:
             view = slot.view[: data.nbytes]
             view[:] = data
-            load.verify(header, view)
-            ticket = self._staging.copies.write(slot, places(wanted, header), self._after)
+            load.verify(piece, view)
+            ticket = self._staging.copies.write(slot, places(wanted, piece), self._after)
         except BaseException:
             ring.give(slot)
             raise
-        completed = self._expect_completion(load, header, data.nbytes)
+        load.on_taken(piece)
+        completed = self._expect_completion(load, piece)
 
         def written(failure: BaseException | None) -> None:
             ring.give(slot)
@@ -195,12 +187,24 @@ class FetchLimits:
     clock: Callable[[], float] = time.monotonic
 
 
+@dataclass(frozen=True)
+class Proofs:
+    """How a reader knows whether the lease stood. `stands` looks at its word, which may say nothing (False); `prove`
+    asks the peer, and raises why not; `renew` asks it to keep the lease, while copies go on after its last event.
+    """
+
+    stands: Callable[[pb.LeaseWord], bool]
+    prove: Callable[[], Awaitable[object]]
+    renew: Callable[[], Awaitable[object]]
+
+
 class FetchLanding(_CopyLanding):
     """Events say which blocks are ready; they are copied out of the memory of the peer's engine.
 
-    Nothing keeps the peer from giving the blocks to another request meanwhile, so once everything is here the peer is
-    asked (`prove`) whether the lease stood all the time. That overlaps with the end of the prefill. A failed load may
-    leave bytes of other requests in the blocks.
+    Nothing keeps the peer from giving the blocks to another request meanwhile, so once everything is here the lease's
+    word says whether it stood all the time (`memory.lease_words`). Where there is none, or it says nothing, the peer is
+    asked; that overlaps with the end of the prefill. A failed load may leave bytes of other requests in the
+    blocks.
     """
 
     def __init__(
@@ -210,8 +214,7 @@ class FetchLanding(_CopyLanding):
         after: Ticket | None,
         memory: OpenMemory,
         shares: Mapping[str, PeerShare],
-        prove: Callable[[], Awaitable[object]],
-        renew: Callable[[], Awaitable[object]],
+        proofs: Proofs,
         limits: FetchLimits,
     ) -> None:
         """shares: of each group, the part of the peer's heads to read."""
@@ -221,33 +224,49 @@ class FetchLanding(_CopyLanding):
         self._limits = limits
         self._memory = memory
         self._shares = shares
-        self._prove = prove
-        self._renew = renew
+        self._proofs = proofs
         self._proof: asyncio.Task[None] | None = None
+        self._word: pb.LeaseWord | None = None
+        self._proven = False  # everything is here, and was the lease's
         memory.hold()
 
-    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+    async def begin(self, load: Load, started: pb.Started) -> None:
+        self._word = started.word if started.HasField("word") else None
+
+    async def store(self, load: Load, piece: Piece, data: memoryview) -> None:
         self.check(load)
         if self._limits.clock() >= self._limits.steal_at:
             late = "the request's deadline is too near for another read; allow it more time"
             load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
-        wanted = load.expect(header, data.nbytes)
-        source, target = _paired(wanted, header, self._shares[header.group])
+        wanted = load.expect(piece, data.nbytes)
+        source, target = _paired(wanted, piece, self._shares[piece.group])
+        load.on_taken(piece)
         try:
-            copy = await self._fetcher.begin(self._memory.memory, source, target, self._after)
+            async for layers, copy in self._fetcher.begin(
+                self._memory.memory, piece.layers, source, target, self._after
+            ):
+                completed = self._expect_completion(load, piece.of(layers))
+                copy.add_done_callback(partial(_tell, completed))
         except IndexError as error:
             load.fail_with(breach(f"a block outside the peer's memory: {error}"))
-        completed = self._expect_completion(load, header, target.nbytes)
-        copy.add_done_callback(lambda done: completed(done.exception()))
 
     def _delivered(self, load: Load) -> None:
-        if not load.missing and self._proof is None:
+        if not load.missing and not self._stands():
+            self._begin_to_ask()
+
+    def _stands(self) -> bool:
+        """Whether the lease's word says that it stood up to now. False: the peer has to be asked."""
+        self._proven = self._proven or (self._word is not None and self._proofs.stands(self._word))
+        return self._proven
+
+    def _begin_to_ask(self) -> None:
+        if self._proof is None:
             # Its owner is this landing: `settle` takes its result, `quiet` ends it.
             self._proof = asyncio.get_running_loop().create_task(self._ask())
 
     async def _ask(self) -> None:
         try:
-            await self._prove()
+            await self._proofs.prove()
         except BatonError as error:
             if error.code in _NOT_THEIRS or blames_request(error):
                 raise
@@ -284,7 +303,7 @@ class FetchLanding(_CopyLanding):
     async def _keep(self) -> None:
         """The peer has said everything, and would end the lease while copies go on."""
         try:
-            await self._renew()
+            await self._proofs.renew()
         except BatonError as error:  # what it means for the load is known when the copies are done
             _log.debug("the renewal of a lease whose blocks are being read: %s", error)
 
@@ -309,32 +328,36 @@ class FetchLanding(_CopyLanding):
             proof.exception()  # looked at: the load has its cause already
 
 
-def _paired(wanted: WantedHere, header: pb.PieceHeader, share: PeerShare) -> tuple[Rows, Rows]:
+def _tell(completed: Callable[[BaseException | None], None], copy: asyncio.Future[None]) -> None:
+    completed(copy.exception())
+
+
+def _paired(wanted: WantedHere, piece: Piece, share: PeerShare) -> tuple[Rows, Rows]:
     """Where the blocks of a notice lie in the memory of the peer's engine, and where they go in the pool: as many rows,
-    of one size."""
-    tag, layer, size, positions = header.group, header.layer, wanted.piece_bytes, wanted.positions
-    from_, count = header.source_blocks, share.source_count
+    of one size. Those of its first layer; they are the same in the others."""
+    tag, layer, size, positions = piece.group, piece.layer, wanted.piece_bytes, wanted.positions
+    from_, count = piece.sources, share.source_count
     if positions is None:
         halves = count > 1 or wanted.partition_count > 1
         source = block_rows(tag, layer, from_, size, count, share.source_id, halves=halves)
-        return source, places(wanted, header, halves=halves)
+        return source, places(wanted, piece, halves=halves)
     heads = wanted.layout.num_kv_heads // wanted.partition_count
-    source = positions.source_rows(tag, layer, header.blocks, from_, size, heads, count, share.source_id)
-    ids = _ids(wanted, header)
+    source = positions.source_rows(tag, layer, piece.blocks, from_, size, heads, count, share.source_id)
+    ids = _ids(wanted, piece)
     target = positions.target_rows(tag, layer, ids, size, heads, wanted.partition_count, wanted.partition_id)
     return source, target
 
 
-def _ids(wanted: WantedHere, header: pb.PieceHeader) -> list[int]:
-    return [wanted.block_ids[block - wanted.first_block] for block in header.blocks]
+def _ids(wanted: WantedHere, piece: Piece) -> list[int]:
+    return [wanted.block_ids[block - wanted.first_block] for block in piece.blocks]
 
 
-def places(wanted: WantedHere, header: pb.PieceHeader, *, halves: bool = False) -> Rows:
-    """Where the blocks of an event go in the pool."""
+def places(wanted: WantedHere, piece: Piece, *, halves: bool = False) -> Rows:
+    """Where the blocks of an event go in the pool, in its first layer."""
     return block_rows(
         wanted.layout.tag,
-        header.layer,
-        _ids(wanted, header),
+        piece.layer,
+        _ids(wanted, piece),
         wanted.piece_bytes,
         wanted.partition_count,
         wanted.partition_id,

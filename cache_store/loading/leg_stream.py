@@ -21,7 +21,7 @@ from cache_store import wire
 from cache_store.geometry.layout import AgentIdentity
 from cache_store.geometry.positions import Positions
 from cache_store.loading.job import Job, Leg, reader_rank, reference
-from cache_store.loading.landing import FetchLanding, FetchLimits, HostLanding, Landing, StagedLanding
+from cache_store.loading.landing import FetchLanding, FetchLimits, HostLanding, Landing, Proofs, StagedLanding
 from cache_store.loading.load import Load, WantedHere, breach
 from cache_store.loading.peers import Peer, Peers, request_metadata
 from cache_store.loading.tcp_landing import HostTarget, StagedTarget, Target, TcpLanding
@@ -32,7 +32,7 @@ from cache_store.settings import AgentSettings
 from cache_store.transports import ONE_SIDED, TCP
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
-from rpc.faults import DROP, DUPLICATE, armed, fault_async
+from rpc.faults import DROP, DUPLICATE, armed, fault, fault_async
 from rpc.status import from_rpc_error
 
 SHORTEST_RENEWAL_S = 0.01  # between two renewals, whatever lease a peer names
@@ -146,13 +146,20 @@ class LegStreams:
                 if not await fault_async("cache_store.renew", key=job.key, side="decode", rank=self._identity.rank):
                     await ask()
 
+            words = peer.memory.words
+
+            def stands(word: pb.LeaseWord) -> bool:
+                unseen = armed() and fault("cache_store.lease_word", key=job.key, rank=self._identity.rank)
+                return words is not None and not unseen and words.stands(word)
+
             limits = FetchLimits(
                 steal_at=job.deadline - self._settings.steal_before_deadline_s,
                 wait_s=self._settings.transfer_wait_timeout_s,
                 renew_s=max(SHORTEST_RENEWAL_S, (peer.lease_seconds or self._settings.lease_seconds) / 3),
                 clock=self._clock,
             )
-            return FetchLanding(peer.memory.fetcher, wake, job.after, peer.memory, leg.shares, prove, renew, limits)
+            proofs = Proofs(stands, prove, renew)
+            return FetchLanding(peer.memory.fetcher, wake, job.after, peer.memory, leg.shares, proofs, limits)
         if peer.transport == TCP:
             target = self._tcp_target(job)
             assert self._workers is not None
@@ -213,33 +220,29 @@ class LegStreams:
         try:
             piece = wire.split_piece(message)
             if piece is not None:
-                await landing.store(load, *piece)
+                header, data = piece
+                await landing.store(load, load.read_header(header), data)
                 return
             event = pb.LoadEvent.FromString(message)
         except DecodeError:
             load.fail_with(breach("an event that cannot be parsed"))
-        kinds = [
-            event.HasField("pieces"),
-            event.HasField("started"),
-            event.HasField("done"),
-            event.state != 0,
-            len(event.notices) > 0,
-        ]
-        if sum(kinds) != 1:
-            load.fail_with(breach("an event of no kind, or of two"))
         if event.HasField("pieces"):
-            await landing.store(load, event.pieces, memoryview(event.data))
-        elif event.notices:
-            for header in event.notices:
-                await landing.store(load, header, _NO_BYTES)
-        elif event.HasField("started"):
+            if event.HasField("started") or event.state or event.notices or event.HasField("done"):
+                load.fail_with(breach("a piece event that is another one as well"))
+            await landing.store(load, load.read_header(event.pieces), memoryview(event.data))
+            return
+        if not (event.HasField("started") or event.state or event.notices or event.HasField("done")):
+            load.fail_with(breach("an event of no kind"))
+        if event.HasField("started"):
             load.on_started(event.started)
             await landing.begin(load, event.started)
-        elif event.HasField("done"):
+        if event.state:
+            load.on_state(event.state)
+        for notice in event.notices:
+            await landing.store(load, load.read_notice(notice), _NO_BYTES)
+        if event.HasField("done"):
             await landing.settle(load)
             load.on_done(event.done)
-        else:
-            load.on_state(event.state)
 
     def _wanted(self, job: Job, leg: Leg, peer: Peer) -> tuple[WantedHere, ...]:
         groups = []

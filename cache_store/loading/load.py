@@ -16,6 +16,7 @@ from typing import NoReturn
 from cache_store import checksum
 from cache_store.events import Timeline
 from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.pieces import Piece, expand_runs
 from cache_store.geometry.positions import Positions
 from cache_store.observations import Observe, ignore
 from cache_store.transports import GRPC, ONE_SIDED, TCP
@@ -58,6 +59,10 @@ class _Pending:
     wanted: WantedHere
     arrived: list[bytearray]  # per layer a mark per wanted block
     missing: list[int]  # per layer
+
+
+def _ascending_by_one(blocks: Sequence[int]) -> bool:
+    return isinstance(blocks, range) or blocks == list(range(blocks[0], blocks[0] + len(blocks)))
 
 
 def _mismatch(message: str, where: str) -> BatonError:
@@ -108,72 +113,84 @@ class Load:
         self.generation = started.generation
 
     def on_state(self, state: int) -> None:
-        """RUNNING, possibly again as a sign of progress in blocks that are not wanted here; then COMPUTED."""
+        """RUNNING, possibly again as a sign of progress in blocks that are not wanted here; then COMPUTED, which may
+        come alone."""
         if self.generation is None or self.result is not None:
             self.fail_with(breach("a state outside of Started and Done"))
-        if state == cache_store_pb2.COMPUTE_STATE_RUNNING and self.state is not LoadState.COMPUTED:
-            if self.state is LoadState.REQUESTED:
-                self.state = LoadState.RUNNING
-                self._mark("load_running")
-        elif state == cache_store_pb2.COMPUTE_STATE_COMPUTED and self.state is LoadState.RUNNING:
+        running = state == cache_store_pb2.COMPUTE_STATE_RUNNING
+        computed = state == cache_store_pb2.COMPUTE_STATE_COMPUTED
+        if self.state is LoadState.COMPUTED or not (running or computed):
+            self.fail_with(breach(f"compute state {state} in state {self.state}"))
+        if self.state is LoadState.REQUESTED:
+            self.state = LoadState.RUNNING
+            self._mark("load_running")
+        if computed:
             self.state = LoadState.COMPUTED
             self.computed_at = self.clock()
             self._mark("load_computed")
-        else:
-            self.fail_with(breach(f"compute state {state} in state {self.state}"))
         self._last_progress = self.clock()
 
-    def expect(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> WantedHere:
-        """Checks a piece event against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH.
+    def read_header(self, header: cache_store_pb2.PieceHeader) -> Piece:
+        """What a piece event is about; `expect` checks it."""
+        layers = range(header.layer, header.layer + 1) if header.HasField("layer") else range(0)
+        return Piece(header.group, layers, list(header.blocks), header.block_bytes, list(header.checksums))
+
+    def read_notice(self, notice: cache_store_pb2.Notice) -> Piece:
+        """What a notice is about; `expect` checks it. Raises the load's failure for one that names no blocks."""
+        pending = self._pending.get(notice.group)
+        most = 0 if pending is None else len(pending.wanted.block_ids)
+        sources = most
+        if pending is not None and pending.wanted.positions is not None:
+            sources = most * pending.wanted.positions.target_units
+        try:
+            return Piece(
+                notice.group,
+                range(notice.layer, notice.layer + notice.num_layers) if notice.HasField("layer") else range(0),
+                expand_runs(notice.block_runs, most),
+                notice.block_bytes,
+                sources=expand_runs(notice.source_runs, sources),
+            )
+        except ValueError as error:
+            where = f"{notice.group[:32]!r}, layer {notice.layer}"
+            if self.generation is None:
+                self.fail_with(breach("a piece before Started"))
+            self._count("unknown")
+            self.fail_with(_mismatch(f"KV blocks were announced that were not asked for: {error}", where))
+
+    def expect(self, piece: Piece, data_bytes: int) -> WantedHere:
+        """Checks what an event is about against what is pending. Nothing counts yet; raises READ_BUFFER_MISMATCH.
 
         With any transport but grpc the event has no bytes; with a one-sided one it says where each block lies instead.
         """
-        pending = self._pending.get(header.group)
-        layer = header.layer
-        where = f"{header.group[:32]!r}, layer {layer}"
+        pending = self._pending.get(piece.group)
+        where = f"{piece.group[:32]!r}, layer {piece.layer}"
         if self.generation is None:
             self.fail_with(breach("a piece before Started"))
-        if pending is None or not header.HasField("layer") or layer >= len(pending.missing):
-            self._count("unknown", max(1, len(header.blocks)))
+        if pending is None or not piece.layers or piece.layers.stop > len(pending.missing):
+            self._count("unknown", max(1, len(piece.blocks)))
             self.fail_with(_mismatch("a KV block arrived that was not asked for", where))
-        wanted, blocks = pending.wanted, list(header.blocks)
+        wanted, blocks = pending.wanted, piece.blocks
         direct = self.transport in ONE_SIDED
         expected_bytes = wanted.piece_bytes * len(blocks) if self.transport == GRPC else 0
-        if header.block_bytes != wanted.piece_bytes or data_bytes != expected_bytes or not blocks:
+        if piece.block_bytes != wanted.piece_bytes or data_bytes != expected_bytes or not blocks:
             self.fail_with(
                 _mismatch(
                     "a KV block arrived with another length than agreed",
-                    f"{where}: {len(blocks)} blocks of {header.block_bytes} bytes in {data_bytes} bytes, "
+                    f"{where}: {len(blocks)} blocks of {piece.block_bytes} bytes in {data_bytes} bytes, "
                     f"expected {wanted.piece_bytes} bytes each",
                 )
             )
-        if bool(header.source_blocks) != direct:
+        if bool(piece.sources) != direct:
             self.fail_with(breach("a piece event of another transport than agreed"))
-        if self.transport == TCP and header.checksums:
-            # Of a peer that sends none behind the bytes: those of the next notice would be taken for one.
-            self.fail_with(breach("checksums in a notice of the transport tcp"))
-        arrived = pending.arrived[layer]
-        at = blocks[0] - wanted.first_block
-        # Neighbours of which none has arrived, which is the rule, are looked at together.
-        together = 0 <= at <= len(arrived) - len(blocks) and blocks == list(range(blocks[0], blocks[0] + len(blocks)))
-        before = -1
-        for block in () if together and 1 not in arrived[at : at + len(blocks)] else blocks:
-            at = block - wanted.first_block
-            if not 0 <= at < len(arrived):
-                self._count("unknown")
-                self.fail_with(_mismatch("a KV block arrived that was not asked for", f"{where}, block {block}"))
-            if arrived[at] or block <= before:
-                self._count("duplicate")
-                self.fail_with(_mismatch("a KV block arrived twice", f"{where}, block {block}"))
-            before = block
+        self._expect_new(pending, piece)
         if direct:
             positions = wanted.positions
             sources = len(blocks) if positions is None else positions.count_touched(blocks)
-            if len(header.source_blocks) != sources:
-                self.fail_with(breach(f"{len(header.source_blocks)} blocks of the peer, {sources} hold the tokens"))
+            if len(piece.sources) != sources:
+                self.fail_with(breach(f"{len(piece.sources)} blocks of the peer, {sources} hold the tokens"))
             return wanted  # never copied through a buffer that something else could have damaged
         # Over tcp one of all of them follows their bytes.
-        if self.transport != TCP and self.covers(header) and len(header.checksums) != len(blocks):
+        if self.transport != TCP and self.covers(piece) and len(piece.checksums) != len(blocks):
             self._count("checksum", len(blocks))
             self.fail_with(
                 BatonError(
@@ -182,56 +199,75 @@ class Load:
             )
         return wanted
 
-    def verify(self, header: cache_store_pb2.PieceHeader, data: memoryview) -> None:
+    def _expect_new(self, pending: _Pending, piece: Piece) -> None:
+        """None of the blocks has arrived, and they ascend."""
+        wanted, blocks = pending.wanted, piece.blocks
+        at, count = blocks[0] - wanted.first_block, len(blocks)
+        together = at >= 0 and at + count <= len(wanted.block_ids) and _ascending_by_one(blocks)
+        for layer in piece.layers:
+            arrived = pending.arrived[layer]
+            # Neighbours of which none has arrived, which is the rule, are looked at together.
+            if together and arrived.find(1, at, at + count) < 0:
+                continue
+            where, before = f"{piece.group[:32]!r}, layer {layer}", -1
+            for block in blocks:
+                index = block - wanted.first_block
+                if not 0 <= index < len(arrived):
+                    self._count("unknown")
+                    self.fail_with(_mismatch("a KV block arrived that was not asked for", f"{where}, block {block}"))
+                if arrived[index] or block <= before:
+                    self._count("duplicate")
+                    self.fail_with(_mismatch("a KV block arrived twice", f"{where}, block {block}"))
+                before = block
+
+    def verify(self, piece: Piece, data: memoryview) -> None:
         """Compares the checksums of an expected event, if it has any. Raises KV_CHECKSUM_MISMATCH."""
-        if self.checksum_mode != "off" and len(header.checksums) > 0:
-            self._compare(header, header.blocks, checksum.checksums(data, header.block_bytes), list(header.checksums))
+        if self.checksum_mode != "off" and piece.checksums:
+            self._compare(piece, piece.blocks, checksum.checksums(data, piece.block_bytes), piece.checksums)
 
-    def covers(self, header: cache_store_pb2.PieceHeader) -> bool:
-        """Whether an expected event has to have checksums. May be asked by any thread."""
-        return checksum.covered(self.checksum_mode, header.layer, header.blocks[0])
+    def covers(self, piece: Piece) -> bool:
+        """Whether an expected event, of one layer, has to have checksums. May be asked by any thread."""
+        return checksum.covered(self.checksum_mode, piece.layer, piece.blocks[0])
 
-    def verify_run(self, header: cache_store_pb2.PieceHeader, have: int, want: int) -> None:
-        """Compares the checksum of all blocks of an event. Raises KV_CHECKSUM_MISMATCH."""
-        self._compare(header, [f"{header.blocks[0]}-{header.blocks[-1]}"], [have], [want])
+    def verify_run(self, piece: Piece, have: int, want: int) -> None:
+        """Compares the checksum of all blocks of an event, of one layer. Raises KV_CHECKSUM_MISMATCH."""
+        self._compare(piece, [f"{piece.blocks[0]}-{piece.blocks[-1]}"], [have], [want])
 
-    def _compare(
-        self,
-        header: cache_store_pb2.PieceHeader,
-        blocks: Sequence[int | str],
-        sums: Sequence[int],
-        expected: Sequence[int],
-    ) -> None:
+    def _compare(self, piece: Piece, blocks: Sequence[int | str], sums: Sequence[int], expected: Sequence[int]) -> None:
         try:
-            checksum.compare(sums, blocks, expected, f"{header.group!r}, layer {header.layer}")
+            checksum.compare(sums, blocks, expected, f"{piece.group!r}, layer {piece.layer}")
         except BatonError as error:
             self._count("checksum")
             self.fail_with(error)
 
-    def on_taken(self, header: cache_store_pb2.PieceHeader) -> None:
-        """An expected event is being copied into the pool: from now on a second one of its blocks is a duplicate."""
-        pending = self._pending[header.group]
-        arrived, begin, blocks = pending.arrived[header.layer], pending.wanted.first_block, header.blocks
-        if blocks[-1] - blocks[0] == len(blocks) - 1:  # they ascend
-            arrived[blocks[0] - begin : blocks[-1] + 1 - begin] = b"\x01" * len(blocks)
-            return
-        for block in blocks:
-            arrived[block - begin] = 1
+    def on_taken(self, piece: Piece) -> None:
+        """What an expected event is about is being copied into the pool: from now on the same again is a duplicate."""
+        pending = self._pending[piece.group]
+        begin, blocks = pending.wanted.first_block, piece.blocks
+        together = blocks[-1] - blocks[0] == len(blocks) - 1  # they ascend
+        for layer in piece.layers:
+            arrived = pending.arrived[layer]
+            if together:
+                arrived[blocks[0] - begin : blocks[-1] + 1 - begin] = b"\x01" * len(blocks)
+                continue
+            for block in blocks:
+                arrived[block - begin] = 1
 
-    def on_delivered(self, header: cache_store_pb2.PieceHeader, data_bytes: int) -> None:
-        """The payload of an event that was taken is in the pool."""
-        pending = self._pending[header.group]
-        count = len(header.blocks)
-        pending.missing[header.layer] -= count
-        self.missing -= count
-        self.delivered += count
-        self.bytes_received += data_bytes
+    def on_delivered(self, piece: Piece) -> None:
+        """The bytes of what was taken, or of some of its layers, are in the pool."""
+        pending = self._pending[piece.group]
+        count = len(piece.blocks)
+        tag = "" if len(self._pending) == 1 else f"{piece.group}:"
+        for layer in piece.layers:
+            pending.missing[layer] -= count
+            if not pending.missing[layer]:
+                self._mark(f"layer_received:{tag}{layer}")
+        self.missing -= piece.count
+        self.delivered += piece.count
+        self.bytes_received += piece.nbytes
         self._last_progress = self.clock()
-        self._count("ok", count)
-        self.observe("kv_transfer_bytes_total", data_bytes, transport=self.transport, direction="received")
-        if not pending.missing[header.layer]:
-            tag = "" if len(self._pending) == 1 else f"{header.group}:"
-            self._mark(f"layer_received:{tag}{header.layer}")
+        self._count("ok", piece.count)
+        self.observe("kv_transfer_bytes_total", piece.nbytes, transport=self.transport, direction="received")
 
     def on_done(self, done: cache_store_pb2.Done) -> None:
         """The last event. Complete only with nothing missing and the result present."""

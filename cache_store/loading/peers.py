@@ -19,13 +19,14 @@ from google.protobuf.message import DecodeError, Message
 from cache_store import handshake
 from cache_store.geometry.layout import AgentIdentity
 from cache_store.memory.fetching import Fetcher
+from cache_store.memory.lease_words import PeerWords
 from cache_store.memory.staging import MemoryUnavailable, PeerMemory
 from cache_store.nixl.link import START_S as NIXL_START_S
 from cache_store.nixl.link import NixlUnavailable, NotYet
 from cache_store.observations import Observe
 from cache_store.settings import AgentSettings
 from cache_store.tcp.dialer import DataDialer
-from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
+from cache_store.transports import GRPC, IPC, NIXL, ONE_SIDED, TCP, Offer
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
@@ -59,9 +60,11 @@ class OpenMemory:
     """Memory of a peer's engine, opened for reads by `fetcher`. It is closed when it has been retired and no load reads
     it any more: a mapping keeps the memory of an engine that has ended, so a lost peer's is given up."""
 
-    def __init__(self, memory: PeerMemory, fetcher: Fetcher) -> None:
+    def __init__(self, memory: PeerMemory, fetcher: Fetcher, words: PeerWords | None = None) -> None:
+        """`words`: those of the peer's leases."""
         self.memory = memory
         self.fetcher = fetcher
+        self.words = words
         self._users = 0
         self._retired = False
 
@@ -85,6 +88,9 @@ class OpenMemory:
         if self._retired and not self._users:
             # It may take a driver milliseconds, and nobody waits for it.
             asyncio.get_running_loop().run_in_executor(None, _close, self.memory)
+            if self.words is not None:
+                self.words.close()
+                self.words = None
 
 
 def _close(memory: PeerMemory) -> None:
@@ -92,6 +98,16 @@ def _close(memory: PeerMemory) -> None:
         memory.close()
     except Exception:
         _log.exception("cache store: the memory of a lost peer cannot be closed")
+
+
+def _open_words(response: pb.HandshakeResponse) -> PeerWords | None:
+    if response.transport != IPC or not response.HasField("lease_words"):
+        return None
+    try:
+        return PeerWords(response.lease_words)
+    except MemoryUnavailable as error:  # the peer is asked then
+        _log.info("peer's engine %s: %s", response.engine_id, error)
+        return None
 
 
 @dataclass(eq=False)
@@ -247,7 +263,7 @@ class Peers:
             block_sizes = self._check_groups(response)
             memory = None
             if response.transport in ONE_SIDED:
-                memory = await self._open(peer, response.transport, response.memory)
+                memory = await self._open(peer, response)
                 if memory is None:
                     result = "ok"
                     return False
@@ -285,15 +301,16 @@ class Peers:
             raise _breach("handshake without block sizes that fit")
         return sizes
 
-    async def _open(self, peer: Peer, transport: str, shared: pb.SharedPool) -> OpenMemory | None:
+    async def _open(self, peer: Peer, response: pb.HandshakeResponse) -> OpenMemory | None:
         """The peer's memory. None: it cannot be opened, which is said once, and another transport has to do.
 
         Raises CACHE_STORE_LOAD_RDMA_CONNECT_FAILED (nixl) or INCOMPATIBLE_PEER when no other is allowed.
         """
+        transport, shared = response.transport, response.memory
         fetcher = self._fetchers[transport]
         try:
             self._check_shared(shared)
-            return OpenMemory(await fetcher.open(shared), fetcher)
+            return OpenMemory(await fetcher.open(shared), fetcher, _open_words(response))
         except NotYet:
             peer.not_yet.add(transport)
             return None

@@ -292,9 +292,16 @@ class Puller:
             _log.warning("booking the load of %s failed", job.key, exc_info=error)
             what = {"error": type(error).__name__}
             job.fail(BatonError(ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, "booking the load failed", metadata=what))
-        done = event is not None
-        _log.debug("a load has ended", extra={"request_key": job.key, "outcome": "ok" if done else "failed"})
-        self._emit(event if event is not None else self._failed(job, loads, events))
+        _log.debug("a load has ended", extra={"request_key": job.key, "outcome": "failed" if event is None else "ok"})
+        if event is None:
+            self._emit(self._failed(job, loads, events))
+            return
+        self._emit(event)  # the engine goes on, whatever P is told
+        generations = {leg.address: leg.generation for leg in job.legs}
+        if job.together:
+            self._keep(job, generations, self._clock())
+        else:
+            self._release_all(job.key, job.source, generations, None)
 
     def _done(self, job: Job, loads: Sequence[Load], events: Timeline) -> LoadDone | None:
         """The event of a load that is complete; None when it is not."""
@@ -309,11 +316,6 @@ class Puller:
         self._observe("kv_transfer_seconds", now - job.began, transport=job.transport, outcome="ok")
         self._observe("kv_transfer_exposed_seconds", exposed, transport=job.transport)
         self._observe("kv_transfer_size_bytes", size, transport=job.transport)
-        generations = {leg.address: leg.generation for leg in job.legs}
-        if job.together:
-            self._keep(job, generations, now)
-        else:
-            self._release_all(job.key, job.source, generations, None)
         return LoadDone(job.key, result, size, now - job.began, exposed, events, job.transport)
 
     def _failed(self, job: Job, loads: Sequence[Load], events: Timeline) -> LoadFailed:

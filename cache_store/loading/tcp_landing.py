@@ -21,6 +21,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
+from cache_store.geometry.pieces import Piece
 from cache_store.loading.landing import Landing, places
 from cache_store.loading.load import Load, LoadState, WantedHere, breach
 from cache_store.loading.peers import Peer
@@ -41,15 +42,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Incoming:
-    """One notice whose bytes are on their way."""
+    """Blocks of one layer whose bytes are on their way."""
 
-    header: pb.PieceHeader
+    piece: Piece
     wanted: WantedHere
-    size: int
     written: asyncio.Future[None]  # done when nothing of it is under way any more, whatever became of it
     transfer: Inbound | None = None  # once there is memory for it
     slot: Slot | None = None
     aside: memoryview | None = None
+
+    @property
+    def size(self) -> int:
+        return self.piece.nbytes
 
 
 class Target(ABC):
@@ -83,7 +87,7 @@ class HostTarget(Target):
         self._pool = pool
 
     def try_place(self, incoming: Incoming, placed: int) -> list[memoryview]:
-        rows = places(incoming.wanted, incoming.header)
+        rows = places(incoming.wanted, incoming.piece)
         return views_of(self._pool.layer(rows.group, rows.layer), rows)
 
     async def place(self, incoming: Incoming) -> list[memoryview]:
@@ -143,7 +147,7 @@ class StagedTarget(Target):
         slot = incoming.slot
         assert slot is not None
         try:
-            ticket = self._staging.copies.write(slot, places(incoming.wanted, incoming.header), self._after)
+            ticket = self._staging.copies.write(slot, places(incoming.wanted, incoming.piece), self._after)
         except Exception as error:
             self.drop(incoming)
             then(error)
@@ -228,15 +232,17 @@ class TcpLanding(Landing):
             load.fail_with(_reset(error))
         return mover
 
-    async def store(self, load: Load, header: pb.PieceHeader, data: memoryview) -> None:
+    async def store(self, load: Load, piece: Piece, data: memoryview) -> None:
         self.check(load)
-        wanted = load.expect(header, data.nbytes)
-        load.on_taken(header)
+        wanted = load.expect(piece, data.nbytes)
+        load.on_taken(piece)
         if self._broken:
             return  # the stream brings the cause, or its end does
         mover = self._mover or await self._connect(load)
-        size = wanted.piece_bytes * len(header.blocks)
-        incoming = Incoming(header, wanted, size, asyncio.get_running_loop().create_future())
+        for part in piece.each_layer():
+            self._await_bytes(load, mover, Incoming(part, wanted, asyncio.get_running_loop().create_future()))
+
+    def _await_bytes(self, load: Load, mover: Mover, incoming: Incoming) -> None:
         views = None
         if not self._waiting:
             try:
@@ -253,7 +259,7 @@ class TcpLanding(Landing):
 
     def _receive(self, mover: Mover, incoming: Incoming, views: list[memoryview]) -> None:
         assert self._load is not None
-        transfer = incoming.transfer = Inbound(views, self._load.covers(incoming.header))
+        transfer = incoming.transfer = Inbound(views, self._load.covers(incoming.piece))
         self._open[transfer] = incoming
         mover.put(transfer)
         if mover.held_up:  # no turn is under way at whose end it would be noticed
@@ -306,7 +312,7 @@ class TcpLanding(Landing):
         assert self._load is not None and isinstance(transfer, Inbound)
         try:
             if transfer.summed:
-                self._load.verify_run(incoming.header, *transfer.sums())
+                self._load.verify_run(incoming.piece, *transfer.sums())
         except BatonError as error:
             self._target.drop(incoming)
             self._end(incoming)
@@ -319,7 +325,7 @@ class TcpLanding(Landing):
         assert load is not None
         if failure is None and load.state is not LoadState.FAILED:
             try:
-                load.on_delivered(incoming.header, incoming.size)
+                load.on_delivered(incoming.piece)
             except Exception as error:  # of a metric; the load ends, and does not wait for what was not counted
                 failure = error
         self._end(incoming)

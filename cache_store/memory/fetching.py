@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from typing import Protocol
 
 from cache_store.geometry.rows import Rows
 from cache_store.memory.pool import HostKvPool
-from cache_store.memory.row_copies import check_rows, copy_rows
+from cache_store.memory.row_copies import RowCopy, check_rows
 from cache_store.memory.shared_memory import MappedPool
 from cache_store.memory.staging import PeerMemory, Staging, Ticket, settled
 from protos import cache_store_pb2 as pb
 
+Part = tuple[range, asyncio.Future[None]]
+
 _NUMBERS_BYTES = 16  # of a pair of row numbers
+_LEAST_JOB_BYTES = 2 << 20  # of one worker, where there are more layers than workers
+_MOST_JOB_BYTES = 64 << 20  # each that ends is a sign of progress
+_JOBS_PER_WORKER = 2  # so that one that is slow has the others take its share
 
 
 class Fetcher(Protocol):
@@ -27,12 +33,15 @@ class Fetcher(Protocol):
         """What a peer of the handshake offers. Raises MemoryUnavailable, whose text says why."""
         ...
 
-    async def begin(self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None) -> asyncio.Future[None]:
-        """Begins to copy rows of the peer's memory to as many rows, of the same size, of this engine's pool.
+    def begin(
+        self, memory: PeerMemory, layers: range, source: Rows, target: Rows, after: Ticket | None
+    ) -> AsyncIterator[Part]:
+        """Begins to copy rows of the peer's memory to as many rows, of the same size, of this engine's pool, in each of
+        the layers (`source` and `target` are those of the first one). Gives each copy that has begun, with its layers.
 
-        May wait for room. The future is done when the bytes are there, or when none of them comes any more and why; to
-        cancel it does not end the copy. `after`: a point of the computation up to which the rows are still in use.
-        Raises IndexError for rows that the peer's memory does not have.
+        May wait for room. A copy's future is done when the bytes are there, or when none of them comes any more and
+        why; to cancel it does not end the copy. `after`: a point of the computation up to which the rows are still in
+        use. Raises IndexError, before the first copy, for rows that the peer's memory does not have.
         """
         ...
 
@@ -64,7 +73,14 @@ class DeviceFetcher:
     async def open(self, memory: pb.SharedPool) -> PeerMemory:
         return await asyncio.to_thread(self._staging.copies.open, memory)
 
-    async def begin(self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None) -> asyncio.Future[None]:
+    async def begin(
+        self, memory: PeerMemory, layers: range, source: Rows, target: Rows, after: Ticket | None
+    ) -> AsyncIterator[Part]:
+        for layer in layers:
+            yield range(layer, layer + 1), await self._copy(memory, source.at(layer), target.at(layer), after)
+            after = None
+
+    async def _copy(self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None) -> asyncio.Future[None]:
         step = max(1, self._staging.writes.slot_bytes // _NUMBERS_BYTES)
         count = len(source.numbers)
         if count <= step:
@@ -122,33 +138,47 @@ class HostFetcher:
 
     in_order = False
 
-    def __init__(self, transport: str, pool: HostKvPool, workers: Executor) -> None:
+    def __init__(self, transport: str, pool: HostKvPool, workers: Executor, threads: int) -> None:
+        """threads: how many workers there are."""
         self.transport = transport
         self._pool = pool
         self._workers = workers
+        self._threads = threads
 
     async def open(self, memory: pb.SharedPool) -> PeerMemory:
         return await asyncio.to_thread(MappedPool, memory)
 
-    async def begin(self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None) -> asyncio.Future[None]:
+    async def begin(
+        self, memory: PeerMemory, layers: range, source: Rows, target: Rows, after: Ticket | None
+    ) -> AsyncIterator[Part]:
         assert isinstance(memory, MappedPool)
-        theirs = memory.layers[source.group, source.layer]
-        own = self._pool.layer(target.group, target.layer)
-        check_rows(source, theirs.nbytes)
+        pairs = [(memory.layers[source.group, layer], self._pool.layer(target.group, layer)) for layer in layers]
+        check_rows(source, min(theirs.nbytes for theirs, _ in pairs))
+        copy = RowCopy(source.numbers, target.numbers, source.unit_bytes)
+        size = source.nbytes * len(layers)
+        jobs = max(1, min(_JOBS_PER_WORKER * self._threads, size // _LEAST_JOB_BYTES), size // _MOST_JOB_BYTES)
+        step = max(1, len(layers) // jobs)
+        for at in range(0, len(layers), step):
+            yield layers[at : at + step], self._submit(copy, pairs[at : at + step], after)
+
+    def _submit(
+        self, copy: RowCopy, pairs: list[tuple[memoryview, memoryview]], after: Ticket | None
+    ) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def copy() -> None:
+        def run() -> None:
             failure: BaseException | None = None
             try:
                 if after is not None:
                     after.wait()
-                copy_rows(theirs, source, own, target)
+                for theirs, own in pairs:
+                    copy(theirs, own)
             except Exception as error:
                 failure = error
             _post(loop, done, failure)
 
-        self._workers.submit(copy)
+        self._workers.submit(run)
         return done
 
     def usable(self, memory: PeerMemory) -> bool:

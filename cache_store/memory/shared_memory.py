@@ -59,8 +59,8 @@ def describe(files: Mapping[str, Sequence[MemoryFile]]) -> pb.SharedPool:
     )
 
 
-def _map_file(handle: bytes, offset: int, size: int) -> mmap.mmap:
-    """The memory of another process's MemoryFile, for reading. Raises MemoryUnavailable."""
+def open_file(handle: bytes, size: int) -> int:
+    """A descriptor of another process's MemoryFile, for reading. Raises MemoryUnavailable, also for a smaller one."""
     try:
         pid, fd, token = handle.decode().split(":")
         path = f"/proc/{int(pid)}/fd/{int(fd)}"
@@ -70,12 +70,24 @@ def _map_file(handle: bytes, offset: int, size: int) -> mmap.mmap:
         raise MemoryUnavailable(f"a memory file of the peer cannot be opened: {error}") from error
     try:
         # The numbers may be those of another process by now; the token is never used twice. Nothing but such a file is
-        # mapped, whatever a peer names.
+        # opened, whatever a peer names.
         named = token.startswith(NAME) and len(token) == len(NAME) + 2 * TOKEN_BYTES
         if not named or token not in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise MemoryUnavailable("the peer's process is another one by now")
-        if os.fstat(descriptor).st_size < offset + size:
+        if os.fstat(descriptor).st_size < size:
             raise MemoryUnavailable("a memory file of the peer is smaller than said")
+    except (OSError, MemoryUnavailable) as error:
+        os.close(descriptor)
+        if isinstance(error, MemoryUnavailable):
+            raise
+        raise MemoryUnavailable(f"a memory file of the peer cannot be looked at: {error}") from error
+    return descriptor
+
+
+def _map_file(handle: bytes, offset: int, size: int) -> mmap.mmap:
+    """The memory of another process's MemoryFile, for reading. Raises MemoryUnavailable."""
+    descriptor = open_file(handle, offset + size)
+    try:
         return mmap.mmap(descriptor, offset + size, prot=mmap.PROT_READ)
     except OSError as error:
         raise MemoryUnavailable(f"a memory file of the peer cannot be mapped: {error}") from error

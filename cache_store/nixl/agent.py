@@ -220,22 +220,22 @@ class NixlAgent:
     def read(
         self,
         peer: int,
-        source_layer: int,
-        target_layer: int,
+        layers: Sequence[tuple[int, int]],
         unit_bytes: int,
         source: np.ndarray,
         target: np.ndarray,
         then: Callable[[str], None],
     ) -> None:
-        """Begins to read rows (int64 [n], in range) of a peer's layer. `then` is told when none of it is written any
-        more: "" when all is there, else what is wrong."""
+        """Begins to read rows (int64 [n], in range) of layers of a peer, each into an own one: (theirs, own). `then` is
+        told when none of it is written any more: "" when all is there, else what is wrong."""
         opened = self._peers.get(peer)
         if opened is None:
             then("the peer's memory is not open")
             return
         first, length, to = _runs(source, target)
-        own = _descriptors(self._layers[target_layer][0], to, length, unit_bytes, self._device)
-        theirs = _descriptors(opened.layers[source_layer][0], first, length, unit_bytes, opened.device)
+        bases = [(opened.layers[source][0], self._layers[target][0]) for source, target in layers]
+        own = _descriptors([base for _, base in bases], to, length, unit_bytes, self._device)
+        theirs = _descriptors([base for base, _ in bases], first, length, unit_bytes, opened.device)
         self._begin(opened.known, self._kind, own, opened.kind, theirs, then)
 
     def _begin(
@@ -331,10 +331,10 @@ def _runs(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return source[starts], lengths, target[starts]
 
 
-def _descriptors(base: int, first: np.ndarray, length: np.ndarray, unit: int, device: int) -> np.ndarray:
-    """(address, bytes, device) of each run, uint64 [runs, 3]."""
-    table = np.empty((len(first), 3), np.uint64)
-    table[:, 0] = first.astype(np.uint64) * np.uint64(unit) + np.uint64(base)
-    table[:, 1] = length.astype(np.uint64) * np.uint64(unit)
-    table[:, 2] = device
-    return table
+def _descriptors(bases: Sequence[int], first: np.ndarray, length: np.ndarray, unit: int, device: int) -> np.ndarray:
+    """(address, bytes, device) of each run in each of the layers that begin at `bases`, uint64 [layers * runs, 3]."""
+    table = np.empty((len(bases), len(first), 3), np.uint64)
+    table[:, :, 0] = np.asarray(bases, np.uint64)[:, None] + first.astype(np.uint64) * np.uint64(unit)
+    table[:, :, 1] = length.astype(np.uint64) * np.uint64(unit)
+    table[:, :, 2] = device
+    return table.reshape(-1, 3)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 
 from cache_store.geometry.rows import Rows
-from cache_store.memory.fetching import settle
+from cache_store.memory.fetching import Part, settle
 from cache_store.memory.row_copies import check_rows
 from cache_store.memory.staging import PeerMemory, Ticket
 from cache_store.nixl.link import NixlLink, NixlPeer, NotYet, ReadFailed
@@ -17,6 +18,7 @@ from rpc.errors import BatonError, ErrorCode
 # Reads of a load that has ended get so long to end, too. Then their process is ended, and with it whatever else is
 # being read by it: those loads can be repeated, while the blocks of the hanging ones could not be given back.
 HANG_S = 5.0
+READ_BYTES = 32 << 20  # of one read, unless a layer has more; each that ends is a sign of progress
 
 
 class NixlFetcher:
@@ -37,9 +39,20 @@ class NixlFetcher:
             raise NotYet("the NIXL process is being started")
         return await self.link.open(memory)
 
-    async def begin(self, memory: PeerMemory, source: Rows, target: Rows, after: Ticket | None) -> asyncio.Future[None]:
+    async def begin(
+        self, memory: PeerMemory, layers: range, source: Rows, target: Rows, after: Ticket | None
+    ) -> AsyncIterator[Part]:
+        """Few reads of many layers: each costs the library and both processes more than its bytes when it is small."""
         assert isinstance(memory, NixlPeer)
-        check_rows(source, memory.layers[source.group, source.layer][1])
+        check_rows(source, min(memory.layers[source.group, layer][1] for layer in layers))
+        step = max(1, READ_BYTES // max(1, source.nbytes))
+        for at in range(0, len(layers), step):
+            some = layers[at : at + step]
+            yield some, self._read(memory, some, source, target, after)
+
+    def _read(
+        self, memory: NixlPeer, layers: range, source: Rows, target: Rows, after: Ticket | None
+    ) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -51,7 +64,7 @@ class NixlFetcher:
             if failure is not None:
                 settle(done, failure)
             else:
-                self.link.read(memory, source, target).add_done_callback(ended)
+                self.link.read(memory, layers, source, target).add_done_callback(ended)
 
         if after is None:
             read(None)

@@ -63,12 +63,14 @@ class Shut(msgspec.Struct, tag=True, array_like=True):
 
 
 class Read(msgspec.Struct, tag=True, array_like=True):
-    """Row `source[i]` of the peer's layer -> row `target[i]` of an own one. Rows: int64 in the machine's order."""
+    """Row `source[i]` of a peer's layer -> row `target[i]` of an own one, for each pair (theirs, own) of `layers`.
+
+    Rows: int64 in the machine's order.
+    """
 
     number: int
     peer: int
-    source_layer: int
-    target_layer: int
+    layers: list[tuple[int, int]]
     unit_bytes: int
     source: bytes
     target: bytes

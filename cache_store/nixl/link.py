@@ -404,8 +404,9 @@ class NixlLink:
             raise MemoryUnavailable("the peer's memory could not be read in time") from None
         return NixlPeer(session, number, layers)
 
-    def read(self, peer: NixlPeer, source: Rows, target: Rows) -> asyncio.Future[None]:
-        """Begins a read. The future is done, or fails with ReadFailed, once nothing of it is written any more."""
+    def read(self, peer: NixlPeer, layers: range, source: Rows, target: Rows) -> asyncio.Future[None]:
+        """Begins to read the same rows of each layer. The future is done, or fails with ReadFailed, once nothing of it
+        is written any more."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         session = peer.session
         if session.over.done() or (self._restarting and session is self._session):
@@ -417,8 +418,7 @@ class NixlLink:
             frames.Read(
                 number,
                 peer.number,
-                peer.layers[source.group, source.layer][0],
-                self._index[target.group, target.layer],
+                [(peer.layers[source.group, layer][0], self._index[target.group, layer]) for layer in layers],
                 source.unit_bytes,
                 np.asarray(source.numbers, np.int64).tobytes(),
                 np.asarray(target.numbers, np.int64).tobytes(),

@@ -112,7 +112,7 @@ def _do(agent: NixlAgent, request: object, send: Callable[[frames.Answer], None]
             send(frames.Ended(number, problem))
 
         source, target = np.frombuffer(request.source, np.int64), np.frombuffer(request.target, np.int64)
-        agent.read(request.peer, request.source_layer, request.target_layer, request.unit_bytes, source, target, ended)
+        agent.read(request.peer, request.layers, request.unit_bytes, source, target, ended)
     elif isinstance(request, frames.Open):
         opened = partial(_opened, send, request.peer)
         on_device = request.memory == CUDA

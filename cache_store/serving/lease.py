@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from cache_store.events import ExpiryCause, LeaseEnded, Outcome, Timeline
 from cache_store.failures import again
@@ -70,6 +71,7 @@ class Lease:
     error: BatonError | None = None  # what later and open loads end with, once the end is decided
     events: Timeline = field(default_factory=list)
     load_times: list[tuple[str, int, int]] = field(default_factory=list)
+    word: tuple[int, int] | None = None  # index and value of its word, once a reader of this machine has come
 
     @property
     def sent(self) -> bool:
@@ -104,6 +106,18 @@ class Remembered:
     tombstone: bool = False
 
 
+class Words(Protocol):
+    """Where readers on this machine see whether a lease stands (`memory.lease_words`)."""
+
+    def take(self) -> tuple[int, int] | None:
+        """Index and value of a word; None when there is none."""
+        ...
+
+    def clear(self, index: int) -> None:
+        """The lease stands no longer."""
+        ...
+
+
 def _served() -> BatonError:
     return BatonError(ErrorCode.DUPLICATE_REQUEST, "this key was served and released already")
 
@@ -126,7 +140,9 @@ class LeaseTable:
         clock: Callable[[], float] = time.monotonic,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         observe: Observe = ignore,
+        words: Words | None = None,
     ) -> None:
+        self._words = words
         self.lease_seconds = lease_seconds
         self._layouts = {layout.tag: layout for layout in layouts}
         self._load_stall_s = load_stall_s
@@ -269,8 +285,11 @@ class LeaseTable:
         chunk_bytes: int,
         direct: bool = False,
         caller: Caller = ONLY_RANK,
+        *,
+        here: bool = False,
     ) -> Reader | None:
         """A reader of the key's blocks; None when the key is not admitted yet, so that the load has to be parked.
+        `here`: it is on this machine and sees the lease's word.
 
         Each rank of the caller's server has one load open at a time, and one reload."""
         lease = self._leases.get(key)
@@ -302,6 +321,8 @@ class LeaseTable:
         self._attach(lease, caller, served)
         served.loads += 1
         served.direct = direct
+        if here and lease.word is None and self._words is not None:
+            lease.word = self._words.take()
         reader = Reader(lease, wanted, chunk_bytes, self._clock(), direct, caller.rank)
         lease.readers[caller.rank] = reader
         self._mark(lease, "load_opened")
@@ -514,6 +535,9 @@ class LeaseTable:
         lease.error = error
         lease.outcome = outcome
         lease.expires_at = None
+        if lease.word is not None and self._words is not None:  # before anybody else can have the blocks
+            self._words.clear(lease.word[0])
+            lease.word = None
         if lease.readers:
             lease.state = LeaseState.ENDING
             for reader in list(lease.readers.values()):

@@ -20,6 +20,7 @@ import grpc.aio
 
 from cache_store import checksum, wire
 from cache_store.failures import again
+from cache_store.geometry.pieces import flat_runs
 from cache_store.geometry.rows import Rows
 from cache_store.memory.pool import HostKvPool
 from cache_store.memory.row_copies import copy_rows
@@ -33,14 +34,14 @@ from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 
 HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
-MOST_NOTICES = 64  # layers of which one event of the transport ipc speaks
+MOST_LAYERS = 256  # of which one event of the one-sided transports speaks
 # An event of host memory from this size on, a block that is larger than events are otherwise, is put together by a
 # worker. For less, the change of threads costs more than the copy: a quarter of the rate of a load.
 WORKER_BYTES = 2 << 20
 WINDOW = 4  # events of one load that are being copied out of a device, or wait for their turn on the stream
 
-_STARTED_RUNNING = pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING).SerializeToString()
-_COMPUTED = pb.LoadEvent(state=pb.COMPUTE_STATE_COMPUTED).SerializeToString()
+_RUNNING = pb.LoadEvent(state=pb.COMPUTE_STATE_RUNNING)
+_COMPUTED = pb.LoadEvent(state=pb.COMPUTE_STATE_COMPUTED)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Sender(ABC):
         self._reader = link.reader
         self._changed = asyncio.Event()
         self._begun = False
+        self._unsaid = pb.LoadEvent()
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         link.reader.notify = self._notify
 
@@ -85,8 +87,10 @@ class Sender(ABC):
     async def _run(self) -> None:
         reader, clock = self._reader, self._link.clock
         lease = reader.lease
-        await self._write(pb.LoadEvent(started=self._started()).SerializeToString(), "started")
-        await self._write(_STARTED_RUNNING, "running")
+        await self._say(pb.LoadEvent(started=self._started()), "started")
+        await self._say(_RUNNING, "running")
+        if not reader.direct:  # reading the blocks may fail, and only who knows their generation can load again
+            await self._flush()
         computed = False
         told = lease.published
         told_at = clock()
@@ -94,22 +98,24 @@ class Sender(ABC):
             self._changed.clear()
             if lease.state is LeaseState.COMPUTED and not computed:
                 computed = True
-                await self._write(_COMPUTED, "computed")
+                await self._say(_COMPUTED, "computed")
             if await self._advance():
                 told, told_at = lease.published, clock()
             elif computed:
                 break
             elif lease.published != told and (wait := told_at + HEARTBEAT_S - clock()) <= 0:
                 # The reader's progress limit must not strike while the prompt advances in blocks it already has.
-                await self._write(_STARTED_RUNNING, "running")
+                await self._say(_RUNNING, "running")
                 told, told_at = lease.published, clock()
             else:
-                await self._sleep(wait if lease.published != told else None)
+                until_heartbeat = wait if lease.published != told else None
+                await self._flush()
+                await self._sleep(until_heartbeat)
         await self._drain()
         result = lease.result
         self._link.let_go(reader, True)
-        done = pb.Done(result=result, pieces=reader.pieces_sent)
-        await self._write(pb.LoadEvent(done=done).SerializeToString(), "done")
+        await self._say(pb.LoadEvent(done=pb.Done(result=result, pieces=reader.pieces_sent)), "done")
+        await self._flush()
 
     async def _sleep(self, until_heartbeat: float | None) -> None:
         """Until the lease changes; raises CACHE_STORE_LOAD_BUFFER_TIMEOUT when nothing happens for too long."""
@@ -192,23 +198,43 @@ class Sender(ABC):
         )
 
     async def _send(self, message: bytes, pieces: int, size: int) -> None:
-        await self._write(message, "pieces")
+        """A piece event."""
+        await self._flush()
+        effect = await self._fault("pieces")
+        if not effect & faults.DROP:
+            await self._hand_over(message)
+        if effect & faults.DUPLICATE:
+            await self._hand_over(message)
+        self._count_sent(pieces, size)
+
+    def _count_sent(self, pieces: int, size: int) -> None:
         self._reader.sent(pieces, self._link.clock())
         self._link.observe("kv_transfer_bytes_total", size, transport=self.transport, direction="sent")
 
     # ---- the stream
 
-    async def _write(self, message: bytes, kind: str) -> int:
-        """Sends an event; what of it was changed by the fault point `cache_store.send_event` with the kind."""
-        effect = 0
-        if faults.armed():
-            key = self._reader.lease.key
-            effect = await faults.fault_async("cache_store.send_event", key=key, kind=kind, rank=self._link.rank)
-        if not effect & faults.DROP:
-            await self._hand_over(message)
-        if effect & faults.DUPLICATE:
-            await self._hand_over(message)
+    async def _fault(self, kind: str) -> int:
+        """What the fault point `cache_store.send_event` does with the event of that kind."""
+        if not faults.armed():
+            return 0
+        key = self._reader.lease.key
+        return await faults.fault_async("cache_store.send_event", key=key, kind=kind, rank=self._link.rank)
+
+    async def _say(self, part: pb.LoadEvent, kind: str) -> int:
+        """Adds to what the next event says, which `_flush` sends: each costs both ends a turn of their loops. Returns
+        what was changed by a fault point; while there are any, each part is an event of its own."""
+        effect = await self._fault(kind)
+        for _ in range((not effect & faults.DROP) + bool(effect & faults.DUPLICATE)):
+            self._unsaid.MergeFrom(part)
+            if faults.armed():
+                await self._flush()
         return effect
+
+    async def _flush(self) -> None:
+        if self._unsaid.ByteSize():
+            message = self._unsaid.SerializeToString()
+            self._unsaid.Clear()
+            await self._hand_over(message)
 
     async def _hand_over(self, message: bytes) -> None:
         """Hands an event to the transport; returns when it was accepted, raises when the lease ends meanwhile.
@@ -451,21 +477,54 @@ class StagedSender(Sender):
                     copy.exception()  # looked at: the load has its cause already
 
 
+def announce(notices: list[pb.Notice], run: Run, blocks: Sequence[int], ids: Sequence[int] | None = None) -> None:
+    """Adds blocks of a run to `notices`: to the last one, when they are the same ones of the next layer. `ids`: of the
+    request's blocks at this engine, when the peer reads them there."""
+    last = notices[-1] if notices else None
+    flat = flat_runs(blocks)
+    if (
+        last is not None
+        and last.group == run.wanted.layout.tag
+        and last.layer + last.num_layers == run.layer
+        and last.block_runs == flat
+    ):
+        last.num_layers += 1
+        return
+    notices.append(
+        pb.Notice(
+            group=run.wanted.layout.tag,
+            layer=run.layer,
+            num_layers=1,
+            block_runs=flat,
+            block_bytes=run.wanted.piece_bytes,
+            source_runs=[] if ids is None else flat_runs(run.wanted.sources(blocks, ids)),
+        )
+    )
+
+
 class NoticeSender(Sender):
     """Blocks that the peer reads in this engine's memory: events say which are ready, and where they lie."""
 
     transport = "ipc"
 
+    def _started(self) -> pb.Started:
+        started = super()._started()
+        word = self._reader.lease.word
+        if word is not None:
+            started.word.index, started.word.value = word
+        return started
+
     async def _advance(self) -> bool:
-        notices: list[pb.PieceHeader] = []
-        pieces = size = 0
-        while len(notices) < MOST_NOTICES and (run := self._reader.next_run()) is not None:
+        notices: list[pb.Notice] = []
+        pieces = size = layers = 0
+        while layers < MOST_LAYERS and (run := self._reader.next_run()) is not None:
+            layers += 1
             blocks = await self._chosen(run)
             if blocks:
-                ids = self._reader.lease.blocks[run.wanted.layout.tag]
-                notices.append(self._header(run, blocks, source_blocks=run.wanted.sources(blocks, ids)))
+                announce(notices, run, blocks, self._reader.lease.blocks[run.wanted.layout.tag])
                 pieces += len(blocks)
                 size += run.wanted.piece_bytes * len(blocks)
         if notices:
-            await self._send(pb.LoadEvent(notices=notices).SerializeToString(), pieces, size)
+            await self._say(pb.LoadEvent(notices=notices), "pieces")
+            self._count_sent(pieces, size)
         return bool(notices)

@@ -27,7 +27,7 @@ from cache_store.memory.pool import HostKvPool
 from cache_store.memory.row_copies import check_rows, copy_rows
 from cache_store.memory.staging import Slot, Staging, settled
 from cache_store.serving.reader import Run
-from cache_store.serving.sending import Link, Sender, damaged
+from cache_store.serving.sending import Link, Sender, announce, damaged
 from cache_store.tcp.connection import DataConnection, Mover, Outbound, Transfer, views_of
 from cache_store.tcp.listener import DataListener
 from cache_store.transports import TCP
@@ -269,8 +269,11 @@ class TcpSender(Sender):
                 self._unsent += outgoing.transfer.size
                 ready.append(outgoing)
                 size += outgoing.transfer.size
-        notices = [self._header(outgoing.run, outgoing.blocks) for outgoing in ready]
-        effect = await self._write(pb.LoadEvent(notices=notices).SerializeToString(), "pieces")
+        notices: list[pb.Notice] = []
+        for outgoing in ready:
+            announce(notices, outgoing.run, outgoing.blocks)
+        effect = await self._say(pb.LoadEvent(notices=notices), "pieces")
+        await self._flush()  # before the bytes of which it speaks
         if effect & faults.DROP:
             for outgoing in ready:
                 self._sent(outgoing.transfer)

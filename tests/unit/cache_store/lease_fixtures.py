@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cache_store.geometry.layout import GroupLayout
-from cache_store.serving.lease import LeaseTable
+from cache_store.serving.lease import LeaseTable, Words
 from cache_store.serving.reader import Reader, WantedGroup
 from protos import common_pb2
 
@@ -36,7 +36,12 @@ class Counts:
         self.counters[(name, *labels.values())] += 1 if not name.endswith("_total") else int(value)
 
 
-def make_table(clock: Clock, observe: Counts | None = None, layouts: tuple[GroupLayout, ...] = (LAYOUT,)) -> LeaseTable:
+def make_table(
+    clock: Clock,
+    observe: Counts | None = None,
+    layouts: tuple[GroupLayout, ...] = (LAYOUT,),
+    words: Words | None = None,
+) -> LeaseTable:
     return LeaseTable(
         layouts,
         lease_seconds=LEASE_S,
@@ -46,6 +51,7 @@ def make_table(clock: Clock, observe: Counts | None = None, layouts: tuple[Group
         clock=clock,
         clock_ns=clock.ns,
         observe=observe or Counts(),
+        words=words,
     )
 
 

@@ -50,13 +50,13 @@ async def run() -> None:
             await asyncio.gather(prefill.running(), decode.running())
             assert attached == ["kv-nixl"], attached
             peer = await decode.open(prefill.describe())
-            await decode.read(peer, Rows("full", 0, 4096, [3, 4, 9]), Rows("full", 0, 4096, [7, 8, 1]))
+            await decode.read(peer, range(1), Rows("full", 0, 4096, [3, 4, 9]), Rows("full", 0, 4096, [7, 8, 1]))
             assert np.array_equal(target[[7, 8, 1]], source[[3, 4, 9]])
 
             pid = prefill.session.body.pid  # type: ignore[union-attr]
             stand_still(pid)
             session = decode.session
-            hanging = decode.read(peer, Rows("full", 0, 4096, [3, 4]), Rows("full", 0, 4096, [20, 21]))
+            hanging = decode.read(peer, range(1), Rows("full", 0, 4096, [3, 4]), Rows("full", 0, 4096, [20, 21]))
             decode.restart("of a test")
             try:
                 await hanging
@@ -73,7 +73,7 @@ async def run() -> None:
                 try:
                     await prefill.running()
                     again = await decode.open(prefill.describe())
-                    await decode.read(again, Rows("full", 0, 4096, [5]), Rows("full", 0, 4096, [6]))
+                    await decode.read(again, range(1), Rows("full", 0, 4096, [5]), Rows("full", 0, 4096, [6]))
                 except (MemoryUnavailable, ReadFailed):
                     again = None
                     await asyncio.sleep(0.05)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_store.events import LeaseEnded
+from cache_store.geometry.pieces import Piece
 from cache_store.loading.load import TERMINAL, Load, LoadState, WantedHere
+from cache_store.serving import sending
 from cache_store.serving.lease import LeaseState, LeaseTable
 from cache_store.serving.reader import Caller, Reader, ReaderState, Run
 from cache_store.transports import IPC
@@ -50,12 +52,35 @@ Memory = dict[Cell, Bytes | None]
 Prove = Callable[[LeaseTable, str, int | None], object]  # asks a table about a key and a generation
 
 
-class Prefill:
-    """One life of a prefill server: its leases, its memory, and the blocks that belong to nobody."""
+class LeaseWords:
+    """The product's (memory.lease_words), with few words and no file."""
 
-    def __init__(self, clock: Clock, life: int, pool: int) -> None:
+    def __init__(self, count: int = 2) -> None:
+        self.values = [0] * count
+        self.free = list(range(count))
+        self.last = 0
+
+    def take(self) -> tuple[int, int] | None:
+        if not self.free:
+            return None
+        self.last += 1
+        index = self.free.pop()
+        self.values[index] = self.last
+        return index, self.last
+
+    def clear(self, index: int) -> None:
+        self.values[index] = 0
+        self.free.append(index)
+
+
+class Prefill:
+    """One life of a prefill server: its leases, its memory, and the blocks that belong to nobody. Without `words`
+    readers have to ask."""
+
+    def __init__(self, clock: Clock, life: int, pool: int, words: LeaseWords | None = None) -> None:
         self.life = life
-        self.table: LeaseTable = make_table(clock)
+        self.words = words
+        self.table: LeaseTable = make_table(clock, words=words)
         self.memory: Memory = {}
         self.pool = pool
         self.free = set(range(pool))
@@ -135,7 +160,7 @@ class Copy:
 class Notice:
     """What P said about a run, as D has understood it. `left`: halves not yet copied."""
 
-    event: pb.PieceHeader
+    piece: Piece
     left: int = 0
 
 
@@ -153,6 +178,7 @@ class Transfer:
     copies: list[Copy] = field(default_factory=list)
     said: set[str] = field(default_factory=set)
     proof: BatonError | bool = False
+    word: pb.LeaseWord | None = None
     announced: bool = False  # P has written everything, and let go of its blocks
     hung_up: bool = False  # D has ended the call, or its process has ended
     given_back: bool = False
@@ -200,7 +226,10 @@ class Transfer:
         lease = self.reader.lease
         self.said.add(kind)
         if kind == "started":
-            self.events.append((kind, pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)))
+            started = pb.Started(generation=lease.generation, cached_blocks=lease.cached_blocks)
+            if lease.word is not None:
+                started.word.index, started.word.value = lease.word
+            self.events.append((kind, started))
         else:
             state = pb.COMPUTE_STATE_RUNNING if kind == "running" else pb.COMPUTE_STATE_COMPUTED
             self.events.append(("state", state))
@@ -233,11 +262,12 @@ class Transfer:
         if kind == "started":
             assert isinstance(content, pb.Started)
             load.on_started(content)
+            self.word = content.word if content.HasField("word") else None
         elif kind == "state":
             assert isinstance(content, int)
             load.on_state(content)
         elif kind == "notice":
-            assert isinstance(content, pb.PieceHeader)
+            assert isinstance(content, pb.Notice)
             self.copies += understand(load, content, self.targets)
         elif kind == "done":
             assert isinstance(content, pb.Done)
@@ -260,16 +290,25 @@ class Transfer:
         memory[copy.target] = self.server.memory.get(copy.source)
         copy.notice.left -= 1
         if not copy.notice.left and self.load.state not in TERMINAL:
-            header = copy.notice.event
-            self.load.on_delivered(header, LAYOUT.block_bytes * len(header.blocks))
+            self.load.on_delivered(copy.notice.piece)
         return True
 
+    def _stands(self, present: Prefill) -> bool:
+        """What the lease's word says; that of a process which has ended says nothing."""
+        words, word = self.server.words, self.word
+        return words is not None and word is not None and self.server is present and (
+            words.values[word.index] == word.value
+        )  # fmt: skip
+
     def ask(self, present: Prefill, prove: Prove, *, early: bool = False) -> bool:
-        """The question whether the lease stood: once, when everything is here. `early`: before, proving nothing."""
+        """Whether the lease stood: seen or asked once, when everything is here. `early`: before, proving nothing."""
         if self.load.state in TERMINAL or self.proof is not False:
             return False
         if (self.load.missing or self.copies) and (not early or self.load.generation is None):
             return False
+        if self._stands(present):
+            self.proof = True
+            return True
         try:
             if self.server is not present:
                 raise BatonError(ErrorCode.PEER_RESTARTED)
@@ -287,23 +326,22 @@ class Transfer:
 # ---- how events are written
 
 
-def announce(reader: Reader, run: Run) -> pb.PieceHeader:
+def announce(reader: Reader, run: Run) -> pb.Notice:
     """What P says about blocks that are ready."""
-    blocks = list(range(run.first, run.first + run.count))
-    sources = run.wanted.sources(blocks, reader.lease.blocks["full"])
-    return pb.PieceHeader(
-        group="full", layer=run.layer, blocks=blocks, block_bytes=run.wanted.piece_bytes, source_blocks=sources
-    )
+    notices: list[pb.Notice] = []
+    sending.announce(notices, run, range(run.first, run.first + run.count), reader.lease.blocks["full"])
+    return notices[0]
 
 
-def understand(load: Load, header: pb.PieceHeader, targets: list[int]) -> list[Copy]:
+def understand(load: Load, said: pb.Notice, targets: list[int]) -> list[Copy]:
     """The copies that a notice leads to. Raises the load's failure."""
-    load.expect(header, 0)
-    load.on_taken(header)
-    notice = Notice(header)
+    piece = load.read_notice(said)
+    load.expect(piece, 0)
+    load.on_taken(piece)
+    notice = Notice(piece)
     copies = [
-        Copy(notice, Cell(header.layer, source, half), Cell(header.layer, targets[block], half))
-        for block, source in zip(header.blocks, header.source_blocks, strict=True)
+        Copy(notice, Cell(piece.layer, source, half), Cell(piece.layer, targets[block], half))
+        for block, source in zip(piece.blocks, piece.sources, strict=True)
         for half in range(HALVES)
     ]
     notice.left = len(copies)
@@ -316,4 +354,4 @@ def new_load(targets: list[int], clock: Clock, progress_s: float) -> Load:
 
 
 def open_reader(server: Prefill, key: str, generation: int | None, caller: Caller) -> Reader | None:
-    return server.table.open_load(key, generation, TOKENS, wanted(0, BLOCKS), CHUNK_BYTES, True, caller)
+    return server.table.open_load(key, generation, TOKENS, wanted(0, BLOCKS), CHUNK_BYTES, True, caller, here=True)

@@ -9,7 +9,9 @@ import grpc
 import numpy as np
 import pytest
 
+from cache_store import agent as agent_module
 from cache_store.loading import peers as peers_module
+from cache_store.memory.lease_words import PeerWords
 from cache_store.serving.lease import LeaseTable
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
@@ -17,6 +19,7 @@ from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import from_rpc_error
 from tests.unit.cache_store.agents import LAYOUT, HeldClock, Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.shared import SharedNode
 from tests.unit.cache_store.staged import Pair, StagedNode, make_pair
 
 KEY = key_of(1)
@@ -121,12 +124,22 @@ def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(dir
     prefill.stage(KEY, [5, 9])
     with grpc.insecure_channel(prefill.address) as channel:
         events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_of_two(), timeout=WAIT_S))
-    (notices,) = [event.notices for event in events if event.notices]
-    assert not any(event.data or event.HasField("pieces") for event in events)
-    assert [(n.layer, list(n.blocks), list(n.source_blocks)) for n in notices] == [
-        (layer, [0, 1], [5, 9]) for layer in range(LAYOUT.num_layers)
+    assert len([event for event in events if event.notices]) == 1
+    event = pb.LoadEvent()
+    for each in events:  # one, unless the end of the computation was not known yet when the load came
+        event.MergeFrom(each)
+    assert event.started.generation and event.state == pb.COMPUTE_STATE_COMPUTED
+    assert event.notices == [
+        pb.Notice(
+            group="full",
+            layer=0,
+            num_layers=LAYOUT.num_layers,
+            block_runs=[0, 2],
+            block_bytes=LAYOUT.block_bytes,
+            source_runs=[5, 1, 9, 1],
+        )
     ]
-    assert events[-1].done.pieces == 2 * LAYOUT.num_layers
+    assert event.done.pieces == 2 * LAYOUT.num_layers and not event.data and not event.HasField("pieces")
     prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
     prefill.lease_ended()
 
@@ -224,6 +237,7 @@ def test_direct_read_when_asking_fails_then_the_transfer_is_not_proven_and_can_b
         return renew(table, key, generation, source)
 
     monkeypatch.setattr(LeaseTable, "renew", fail_once)
+    monkeypatch.setattr(PeerWords, "stands", lambda words, word: False)
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
     failed = decode.load_failed()
@@ -276,3 +290,18 @@ def test_fault_point_when_it_drops_a_notice_then_the_load_ends_short(direct: Pai
     assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT
     decode.agent.cancel_load(KEY, failed.error)
     prefill.lease_ended()
+
+
+def test_load_when_the_peer_shares_no_lease_words_then_it_asks_whether_the_lease_stood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent_module, "make_lease_words", lambda: None)
+    chosen = settings(transport="ipc")
+    with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
+        prefill.stage(KEY, [5, 9])
+        decode.load(prefill.source, KEY, [1, 2])
+        decode.load_done()
+        np.testing.assert_array_equal(decode.blocks([1, 2]), prefill.blocks([5, 9]))
+        prefill.lease_ended()
+        assert prefill.count("kv_lease_renewals_total", source="open_load", result="ok") == 1
+        assert_clean(prefill, decode)

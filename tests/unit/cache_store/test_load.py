@@ -65,10 +65,11 @@ class Stream:
         if sums is None:
             sums = checksum.checksums(memoryview(payload), LAYOUT.block_bytes)
         header = pb.PieceHeader(group=group, layer=layer, blocks=blocks, block_bytes=block_bytes, checksums=sums)
-        self.load.expect(header, len(payload))
-        self.load.verify(header, memoryview(payload))
-        self.load.on_taken(header)
-        self.load.on_delivered(header, len(payload))
+        piece = self.load.read_header(header)
+        self.load.expect(piece, len(payload))
+        self.load.verify(piece, memoryview(payload))
+        self.load.on_taken(piece)
+        self.load.on_delivered(piece)
 
     def computed(self) -> Stream:
         self.load.on_state(pb.COMPUTE_STATE_COMPUTED)
@@ -192,15 +193,65 @@ def test_load_with_an_event_before_started_is_a_breach(call: Callable[[Stream], 
     assert stream.load.error is not None and stream.load.error.breach
 
 
-def test_load_over_tcp_with_checksums_in_a_notice_is_a_breach_at_once() -> None:
-    """Who sends them there sends none behind the bytes, and the next notice's would be taken for one."""
-    stream = Stream().started()
-    stream.load.transport = "tcp"
-    notice = pb.PieceHeader(group="full", layer=0, blocks=[2], block_bytes=LAYOUT.block_bytes)
-    stream.load.expect(notice, 0)
-    notice.checksums.append(7)
-    assert fails(lambda: stream.load.expect(notice, 0), stream.load) is ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR
-    assert stream.load.error is not None and stream.load.error.breach
+def notice(layer: int, num_layers: int, block_runs: Sequence[int], source_runs: Sequence[int] = ()) -> pb.Notice:
+    return pb.Notice(
+        group="full",
+        layer=layer,
+        num_layers=num_layers,
+        block_runs=block_runs,
+        block_bytes=LAYOUT.block_bytes,
+        source_runs=source_runs,
+    )
+
+
+def test_notice_of_several_layers_counts_each_of_their_blocks_once() -> None:
+    stream = Stream(count=3).started()
+    load, layers = stream.load, LAYOUT.num_layers
+    load.transport = "ipc"
+    piece = load.read_notice(notice(0, layers, [FIRST, 2], [9, 1, 4, 1]))
+    assert (piece.layers, list(piece.blocks), list(piece.sources)) == (range(layers), [FIRST, FIRST + 1], [9, 4])
+    load.expect(piece, 0)
+    load.on_taken(piece)
+    load.on_delivered(piece.of(range(1, layers)))
+    assert (load.delivered, load.missing) == (2 * (layers - 1), 3 * layers - 2 * (layers - 1))
+    again = load.read_notice(notice(layers - 1, 1, [FIRST + 1, 2], [1, 2]))
+    assert fails(lambda: load.expect(again, 0), load) is ErrorCode.READ_BUFFER_MISMATCH
+    assert load.error is not None and f"layer {layers - 1}, block {FIRST + 1}" in load.error.metadata["piece"]
+
+
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        (notice(0, 1, [FIRST]), ErrorCode.READ_BUFFER_MISMATCH),  # half of a run
+        (notice(0, 1, [FIRST, 0]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 1, [FIRST, 2**32 - 1]), ErrorCode.READ_BUFFER_MISMATCH),  # which nobody may try to hold
+        (notice(0, 1, [FIRST, 1] * 3, [0, 1]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 1, [2**32 - 1, 1], [0, 1]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 1, [FIRST, 1, FIRST, 1], [0, 2]), ErrorCode.READ_BUFFER_MISMATCH),  # twice the same
+        (notice(0, 1, [FIRST + 1, 1, FIRST, 1], [0, 2]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 0, [FIRST, 1], [0, 1]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 2**32 - 1, [FIRST, 1], [0, 1]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(LAYOUT.num_layers - 1, 2, [FIRST, 1], [0, 1]), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 1, []), ErrorCode.READ_BUFFER_MISMATCH),
+        (notice(0, 1, [FIRST, 2], [0, 1]), ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+        (notice(0, 1, [FIRST, 1]), ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR),
+        (pb.Notice(group="other", layer=0, num_layers=1, block_runs=[0, 1]), ErrorCode.READ_BUFFER_MISMATCH),
+        (pb.Notice(), ErrorCode.READ_BUFFER_MISMATCH),
+    ],
+)
+def test_notice_that_names_no_block_that_is_awaited_fails_the_load(made: pb.Notice, code: ErrorCode) -> None:
+    load = Stream(count=2).started().load
+    load.transport = "ipc"
+    assert fails(lambda: load.expect(load.read_notice(made), 0), load) is code
+    assert (load.delivered, load.missing) == (0, 2 * LAYOUT.num_layers)
+
+
+def test_load_that_was_computed_before_it_came_skips_running() -> None:
+    stream = Stream(count=0)
+    stream.load.on_started(pb.Started(generation=9))
+    stream.load.on_state(pb.COMPUTE_STATE_COMPUTED)
+    assert stream.load.state is LoadState.COMPUTED
+    assert [name for name, _ in stream.load.events][-2:] == ["load_running", "load_computed"]
 
 
 @pytest.mark.invariant("RPC-10")
@@ -257,8 +308,9 @@ def test_p2_pieces_of_two_groups_with_equal_block_numbers_do_not_meet() -> None:
         block_bytes=WINDOW.block_bytes,
         checksums=checksum.checksums(memoryview(bytes(2 * WINDOW.block_bytes)), WINDOW.block_bytes),
     )
-    assert stream.load.expect(header, 2 * WINDOW.block_bytes).block_ids == [5, 6]
-    stream.load.on_delivered(header, 2 * WINDOW.block_bytes)
+    piece = stream.load.read_header(header)
+    assert stream.load.expect(piece, 2 * WINDOW.block_bytes).block_ids == [5, 6]
+    stream.load.on_delivered(piece)
     assert stream.load.missing == 2
     assert [name for name, _ in stream.load.events][-2:] == ["layer_received:full:0", "layer_received:window:0"]
 

@@ -6,6 +6,7 @@ may have ended the lease meanwhile, for any of its reasons, and given the blocks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.unit.cache_store.one_sided import (
     HALVES,
     Bytes,
     Cell,
+    LeaseWords,
     Memory,
     Prefill,
     Transfer,
@@ -120,11 +122,12 @@ class OneSidedMachine(RuleBasedStateMachine):
 
     ranks = 1
     early = False
+    make_words: Callable[[], LeaseWords | None] = staticmethod(lambda: None)  # readers have to ask
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.lives = [Prefill(self.clock, 0, POOL)]
+        self.lives = [Prefill(self.clock, 0, POOL, self.make_words())]
         self.memory: Memory = {}  # of D; ranks use blocks of their own
         self.free = set(range(D_POOL))
         self.transfers: list[Transfer] = []
@@ -193,7 +196,7 @@ class OneSidedMachine(RuleBasedStateMachine):
                 if transfer.server is self.server and transfer.load.state not in TERMINAL:
                     transfer.events.append(("error", BatonError(ErrorCode.CONNECTION_RESET_BY_PEER)))
                     self.server.table.close_load(transfer.reader, sent=False)
-            self.lives.append(Prefill(self.clock, len(self.lives), POOL))
+            self.lives.append(Prefill(self.clock, len(self.lives), POOL, self.make_words()))
         elif which == "decode":
             # Its memory is gone, and its calls have ended without a word.
             for transfer in self.transfers:
@@ -388,6 +391,12 @@ class OneSidedMachine(RuleBasedStateMachine):
         assert all(transfer.end is not None for transfer in self.transfers)
 
 
+class SeesMachine(OneSidedMachine):
+    """Of one machine: the lease's word tells whether it stood; when there is none, or it says nothing, P is asked."""
+
+    make_words = staticmethod(LeaseWords)
+
+
 class RanksMachine(OneSidedMachine):
     """Two ranks read the KV of one: it stands until both have let go."""
 
@@ -397,6 +406,8 @@ class RanksMachine(OneSidedMachine):
 limits = settings(deadline=None, derandomize=True, stateful_step_count=60)
 TestOneSided = OneSidedMachine.TestCase
 TestOneSided.settings = settings(limits, max_examples=extent(60, 3000))
+TestOneSidedThatSee = SeesMachine.TestCase
+TestOneSidedThatSee.settings = settings(limits, max_examples=extent(40, 3000))
 TestOneSidedRanks = RanksMachine.TestCase
 TestOneSidedRanks.settings = settings(limits, max_examples=extent(30, 1500))
 
@@ -413,7 +424,16 @@ class AsksEarly(OneSidedMachine):
     early = True
 
 
-@pytest.mark.parametrize("careless", [NeverAsks, AsksEarly])
+class WordsThatStay(LeaseWords):
+    def clear(self, index: int) -> None:
+        self.free.append(index)
+
+
+class NeverTold(OneSidedMachine):
+    make_words = staticmethod(WordsThatStay)
+
+
+@pytest.mark.parametrize("careless", [NeverAsks, AsksEarly, NeverTold])
 def test_machine_when_the_decode_server_asks_early_or_not_at_all_then_it_finds_foreign_bytes(
     careless: type[OneSidedMachine],
 ) -> None:

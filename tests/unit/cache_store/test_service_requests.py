@@ -187,16 +187,16 @@ def test_load_that_came_first_streams_while_the_prompt_is_computed(node: Node, s
     call = stub.Load(load_request(key), timeout=STUB_TIMEOUT_S)
     until(lambda: node.agent.stats().parked == 1, "the load is parked")
     node.admit(key, IDS, ready=1)
-    assert next(call).started.cached_blocks == 1
-    assert next(call).state == pb.COMPUTE_STATE_RUNNING
+    first = next(call)
+    assert (first.started.cached_blocks, first.state) == (1, pb.COMPUTE_STATE_RUNNING)
     assert [list(next(call).pieces.blocks) for _ in range(LAYOUT.num_layers)] == [[0]] * LAYOUT.num_layers
     for layer in range(LAYOUT.num_layers):
         node.agent.publish(key, "full", layer, 3)
         event = next(call)
         assert (event.pieces.layer, list(event.pieces.blocks)) == (layer, [1, 2])
     node.agent.computed(key, prefill_result(), True)
-    assert next(call).state == pb.COMPUTE_STATE_COMPUTED
-    assert next(call).done.pieces == 9
+    last = next(call)
+    assert (last.state, last.done.pieces) == (pb.COMPUTE_STATE_COMPUTED, 9)
     assert list(call) == []
     node.agent.fail(key, BatonError(ErrorCode.CANCELLED))
     assert_clean(node)

@@ -123,7 +123,8 @@ def test_connection_when_its_token_is_unknown_or_was_used_then_it_is_closed_and_
             assert half.recv(1) == b""
         assert prefill.count("kv_data_connections_total", result="lost") == 1
         events = cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_request(2), timeout=WAIT_S)
-        token = next(event.started.data_token for event in events)
+        first = next(events)
+        token = first.started.data_token
         with connect(prefill) as mine, connect(prefill) as thief:
             mine.sendall(token[:7])
             mine.sendall(token[7:])
@@ -134,11 +135,11 @@ def test_connection_when_its_token_is_unknown_or_was_used_then_it_is_closed_and_
             assert read(mine, len(expected)) == expected
             thief.sendall(token)
             assert thief.recv(1) == b""
-            rest = list(events)
-            assert [(n.layer, list(n.blocks), len(n.checksums)) for event in rest for n in event.notices] == [
-                (layer, [0, 1], 0) for layer in range(LAYOUT.num_layers)
+            seen = [first, *events]
+            assert [(n.layer, n.num_layers, list(n.block_runs)) for event in seen for n in event.notices] == [
+                (0, LAYOUT.num_layers, [0, 2])
             ]
-            assert not any(event.data or event.HasField("pieces") for event in rest)
+            assert not any(event.data or event.HasField("pieces") for event in seen)
             # The load is over, and the connection is free for another token; this one is void.
             mine.sendall(token)
             assert mine.recv(1) == b""

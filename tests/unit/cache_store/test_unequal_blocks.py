@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cache_store.agent import GroupLayout
+from cache_store.geometry.pieces import Piece
 from cache_store.geometry.positions import Positions
 from cache_store.loading.load import Load, WantedHere
 from protos import cache_store_pb2 as pb
@@ -280,13 +281,11 @@ def test_notice_when_it_does_not_name_the_blocks_that_hold_the_tokens_then_it_is
     )  # fmt: skip
     load = Load((wanted,), "off", 5.0, 5.0, transport="ipc")
     load.on_started(pb.Started(generation=1))
-    header = pb.PieceHeader(
-        group="full", layer=0, blocks=blocks, block_bytes=made.block_bytes, source_blocks=sources
-    )  # fmt: skip
+    piece = Piece("full", range(1), blocks, made.block_bytes, sources=sources)
     if good:
-        assert load.expect(header, 0) is wanted
+        assert load.expect(piece, 0) is wanted
         return
     with pytest.raises(BatonError) as caught:
-        load.expect(header, 0)
+        load.expect(piece, 0)
     assert caught.value.breach == "missing_result"
     assert "hold the tokens" in caught.value.metadata["breach"]

@@ -17,6 +17,7 @@ from functools import partial
 from cache_store.events import LeaseEnded
 from cache_store.failures import blames_request
 from cache_store.geometry.layout import GroupLayout
+from cache_store.geometry.pieces import Piece
 from cache_store.loading import landing, puller
 from cache_store.loading.load import TERMINAL, Load, LoadState, WantedHere
 from cache_store.serving.lease import LeaseTable
@@ -153,7 +154,7 @@ class Event:
 class Copy:
     """What D has begun to read in P's memory."""
 
-    header: pb.PieceHeader
+    piece: Piece
     targets: list[int]
 
 
@@ -338,8 +339,8 @@ class Decode:
         if not stream.copying:
             return
         copy = stream.copying.pop(which % len(stream.copying))
-        self._write(stream, copy.header.layer, copy.targets, read(stream.source, copy.header.source_blocks))
-        stream.load.on_delivered(copy.header, len(copy.targets) * LAYOUT.block_bytes)
+        self._write(stream, copy.piece.layer, copy.targets, read(stream.source, copy.piece.sources))
+        stream.load.on_delivered(copy.piece)
         if not stream.load.missing:
             stream.asked = True
 
@@ -414,24 +415,20 @@ class Decode:
     # -- inside
 
     def _take(self, stream: Stream, event: Event) -> None:
-        header = pb.PieceHeader(
-            group="full",
-            layer=event.layer,
-            blocks=event.blocks,
-            block_bytes=LAYOUT.block_bytes,
-            source_blocks=event.sources if self.direct else [],
-        )
+        layers = range(event.layer, event.layer + 1)
+        sources = event.sources if self.direct else []
+        piece = Piece("full", layers, event.blocks, LAYOUT.block_bytes, sources=sources)
         size = 0 if self.direct else len(event.blocks) * LAYOUT.block_bytes
 
         def take() -> None:
-            wanted = stream.load.expect(header, size)
-            stream.load.on_taken(header)
+            wanted = stream.load.expect(piece, size)
+            stream.load.on_taken(piece)
             targets = [wanted.block_ids[block - wanted.first_block] for block in event.blocks]
             if self.direct:
-                stream.copying.append(Copy(header, targets))
+                stream.copying.append(Copy(piece, targets))
             else:
                 self._write(stream, event.layer, targets, event.contents)
-                stream.load.on_delivered(header, size)
+                stream.load.on_delivered(piece)
 
         self._guarded(stream, take)
 

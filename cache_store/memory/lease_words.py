@@ -1,0 +1,115 @@
+"""Whether a lease stands, seen without a call: words in memory that a prefill server's process shares on its machine.
+
+Whoever has read blocks in the memory of a peer has to know whether they were the lease's all along. The owner writes a
+value that it never uses twice into a word when a reader comes, and another one before any block of the lease can be
+given to another request. So a reader that finds the value after its copies knows that they are good. One that does not
+find it knows nothing, and asks.
+
+The processor keeps the order: a store to the word comes before the owner's later ones to the blocks, and the reader's
+look at it after its reads of them. (Both are plain memory accesses with calls into the interpreter and its lock between
+them, which are barriers everywhere.)
+
+Words of a process that has ended say nothing: its device memory may belong to somebody else by now. The owner holds a
+lock on the file (an OFD lock) that ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import sys
+
+import numpy as np
+
+from cache_store.memory.shared_memory import MemoryFile, open_file
+from cache_store.memory.staging import MemoryUnavailable
+from protos import cache_store_pb2 as pb
+
+WORDS = 8192
+_BYTES = 8
+
+_log = logging.getLogger(__name__)
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of Linux, with 64 bits
+
+
+def _lock(kind: int) -> bytes:
+    """All of a file."""
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
+
+
+class LeaseWords:
+    """The owner's end. Raises OSError where the system has no such files or locks."""
+
+    def __init__(self, count: int = WORDS) -> None:
+        self._file = MemoryFile(count * _BYTES)
+        try:
+            fcntl.fcntl(self._file.descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK))
+        except OSError:
+            self._file.close()
+            raise
+        self._words = np.frombuffer(self._file.view, np.uint64)
+        self._free = list(range(count - 1, -1, -1))
+        self._last = 0
+
+    def take(self) -> tuple[int, int] | None:
+        """Index and value of a word; None when all are taken."""
+        if not self._free:
+            return None
+        index = self._free.pop()
+        self._last += 1
+        self._words[index] = self._last
+        return index, self._last
+
+    def clear(self, index: int) -> None:
+        """Whoever looks from now on does not find the value."""
+        self._words[index] = 0
+        self._free.append(index)
+
+    def describe(self) -> pb.SharedLayer:
+        """How another process opens them."""
+        return pb.SharedLayer(handle=self._file.handle, offset=0, bytes=self._file.view.nbytes)
+
+    def close(self) -> None:
+        del self._words
+        self._file.close()
+
+
+def make_lease_words() -> LeaseWords | None:
+    """None where the system has no such files or locks: readers ask then."""
+    try:
+        return LeaseWords()
+    except OSError as error:
+        _log.info("readers on this machine have to ask whether leases stand: %s", error)
+        return None
+
+
+class PeerWords:
+    """A peer's words. Raises MemoryUnavailable."""
+
+    def __init__(self, shared: pb.SharedLayer) -> None:
+        self._descriptor = open_file(shared.handle, shared.bytes)
+        try:
+            self._map = mmap.mmap(self._descriptor, shared.bytes, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            os.close(self._descriptor)
+            raise MemoryUnavailable(f"the words of the peer's leases cannot be mapped: {error}") from error
+
+    def stands(self, word: pb.LeaseWord) -> bool:
+        """Whether the lease stood up to now. False: it is not known."""
+        at = word.index * _BYTES
+        if not word.value or at + _BYTES > len(self._map):
+            return False
+        if int.from_bytes(self._map[at : at + _BYTES], sys.byteorder) != word.value:
+            return False
+        with contextlib.suppress(OSError):
+            held = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _lock(fcntl.F_RDLCK))
+            return bool(_FLOCK.unpack(held)[0] != fcntl.F_UNLCK)
+        return False
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._descriptor)
