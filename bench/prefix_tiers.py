@@ -18,7 +18,8 @@ Before the measured request a server that was started anew answers a short one. 
 prompt's blocks lead to in the pool, where they were computed, and the metrics must say that the blocks came from the
 place that is measured; else there is no figure. (The answer of the whole computation is no measure: it computes the
 last tokens together with the others, so its last bits may differ, and a random prompt has candidates that close.)
-The first repetition warms up and is not counted. The table has the medians of the others, and their range.
+The first repetition warms up and is not counted. The table has the medians of the others, and their range; and of the
+time to the first token, how long the prompt waited for a tier, from its arrival in the queue to the last block.
 """
 
 from __future__ import annotations
@@ -137,6 +138,12 @@ class Servers:
                 found[tier] += float(line.rpartition(" ")[2])
         return found
 
+    def fetch_seconds(self, number: int) -> float:
+        """How long prompts of a server have waited for tiers, in all."""
+        page = httpx.get(f"http://{self._launcher.servers[number].ready['http']}/metrics", timeout=30.0).text
+        lines = (line for line in page.splitlines() if line.startswith("baton_kv_tier_fetch_seconds_sum"))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
     def wait_written(self, number: int, tier: str, before: float, blocks: int) -> None:
         """Until a tier has got so many blocks of a server since `before`."""
         limit = time.monotonic() + WRITTEN_S
@@ -151,12 +158,14 @@ class Servers:
 
 
 class Measurement:
-    """Takes prompts through the places. `seconds` by place, without the first repetition's."""
+    """Takes prompts through the places. `seconds` and `fetched` (of these, for a tier) by place, without the first
+    repetition's."""
 
     def __init__(self, servers: Servers, arguments: argparse.Namespace) -> None:
         self.seconds: dict[str, list[float]] = {
             place: [] for place in PLACES if place != "mooncake" or arguments.mooncake
         }
+        self.fetched: dict[str, list[float]] = {place: [] for place in self.seconds if place in TIERS}
         self._servers = servers
         self._tokens = arguments.tokens
         self._kill = arguments.kill
@@ -170,12 +179,15 @@ class Measurement:
         stored = servers.counted(0, "kv_tier_writes_total", 'outcome="stored"')
         prompt, other = self._prompt(self._tokens), self._prompt(self._tokens)
         found: list[tuple[str, float]] = []
+        fetched: list[tuple[str, float]] = []
         found.append(("computed", self._ask(0, prompt, "computed")[0]))
         seconds, kept = self._ask(0, prompt, "pool")
         found.append(("pool", seconds))
 
         def expect(number: int, place: str) -> None:
+            before = servers.fetch_seconds(number)
             seconds, result = self._ask(number, prompt, place)
+            fetched.append((place, servers.fetch_seconds(number) - before))
             if result.text != kept.text:
                 raise MeasurementFailed(f"the answer from {place} is another one than that from the pool")
             found.append((place, seconds))
@@ -192,6 +204,8 @@ class Measurement:
         if count:
             for place, seconds in found:
                 self.seconds[place].append(seconds)
+            for place, seconds in fetched:
+                self.fetched[place].append(seconds)
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(3, self._vocabulary) for _ in range(tokens)]
@@ -209,7 +223,7 @@ class Measurement:
         return result.ttft_s, result
 
 
-def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, list[float]]:
+def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="baton-tiers-", dir=arguments.disk or None) as folder:
         servers = Servers(arguments, folder)
         try:
@@ -218,23 +232,29 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[s
             for number in range(arguments.repetitions + 1):
                 measurement.repetition(count=number > 0)
                 say(f"  repetition {number} of {arguments.repetitions}")
-            return measurement.seconds
+            return measurement
         finally:
             servers.stop()
 
 
-def page(seconds: dict[str, list[float]], found: dict[str, Any], arguments: argparse.Namespace) -> str:
+def page(
+    seconds: dict[str, list[float]],
+    fetched: dict[str, list[float]],
+    found: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> str:
     computed = statistics.median(seconds["computed"])
     lines = [
         f"{sentence(found)} {Path(arguments.model).name}, {arguments.dtype}, {arguments.threads} threads, a prompt of "
         f"{arguments.tokens} tokens; {arguments.repetitions} repetitions: median (range).",
         "",
-        "| KV of the prompt | first token, ms | of computed |",
-        "|---|---|---|",
+        "| KV of the prompt | first token, ms | of computed | for the tier, ms |",
+        "|---|---|---|---|",
     ]
     for place, values in seconds.items():
         low, middle, high = (1e3 * value for value in (min(values), statistics.median(values), max(values)))
-        lines.append(f"| {place} | {middle:.0f} ({low:.0f}–{high:.0f}) | {middle / 1e3 / computed:.1%} |")
+        waited = f"{1e3 * statistics.median(fetched[place]):.0f}" if place in fetched else ""
+        lines.append(f"| {place} | {middle:.0f} ({low:.0f}–{high:.0f}) | {middle / 1e3 / computed:.1%} | {waited} |")
     return "\n".join(lines)
 
 
@@ -261,12 +281,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from cli.model_prepare import prepare_model
 
             arguments.model = str(prepare_model(None, None, progress=False))
-        seconds = measure(arguments, lambda text: print(text, file=sys.stderr, flush=True))
+        measured = measure(arguments, lambda text: print(text, file=sys.stderr, flush=True))
     except (MeasurementFailed, LaunchError, NotReady) as error:
         print(f"bench.prefix_tiers: {error}", file=sys.stderr)
         return 1
-    print(page(seconds, found, arguments))
-    save(arguments.json, found, {"tokens": arguments.tokens, "ttft_seconds": seconds})
+    print(page(measured.seconds, measured.fetched, found, arguments))
+    figures = {"tokens": arguments.tokens, "ttft_seconds": measured.seconds, "fetch_seconds": measured.fetched}
+    save(arguments.json, found, figures)
     return 0
 
 
