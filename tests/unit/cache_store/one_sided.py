@@ -185,6 +185,11 @@ class Transfer:
     end: LoadState | None = None
 
     @property
+    def identity(self) -> tuple[int, str, int, int]:
+        """Which lease it reads, and which rank does."""
+        return self.server.life, self.key, self.reader.lease.generation, self.caller.rank
+
+    @property
     def quiet(self) -> bool:
         """Nothing writes its blocks any more."""
         return self.load.state in TERMINAL and not self.copies

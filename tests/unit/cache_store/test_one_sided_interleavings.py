@@ -131,6 +131,7 @@ class OneSidedMachine(RuleBasedStateMachine):
         self.memory: Memory = {}  # of D; ranks use blocks of their own
         self.free = set(range(D_POOL))
         self.transfers: list[Transfer] = []
+        self.done_with: set[tuple[int, str, int, int]] = set()  # leases that a rank itself has released
         group = tuple(range(self.ranks))
         self.callers = [Caller(rank, self.ranks, group) for rank in group]
 
@@ -290,6 +291,7 @@ class OneSidedMachine(RuleBasedStateMachine):
         self.give_back(transfer)
         done = transfer.load.state is LoadState.COMPLETE
         for _ in range(sends if transfer.server is self.server else 0):
+            self.done_with.add(transfer.identity)  # a reload beside it, which no engine begins, has to end
             try:
                 self.server.table.release(
                     transfer.key, transfer.load.generation, done and complete, caller=transfer.caller
@@ -332,7 +334,11 @@ class OneSidedMachine(RuleBasedStateMachine):
             ]
             assert not any(each.reader.state is ReaderState.OPEN for each in of_it), "blocks were freed under a reader"
             if ended.outcome == "released":
-                reading = [each for each in of_it if each.announced and each.load.state not in TERMINAL]
+                reading = [
+                    each
+                    for each in of_it
+                    if each.announced and each.load.state not in TERMINAL and each.identity not in self.done_with
+                ]
                 assert not reading, "a lease came to an end without cause while its peer still read"
 
     def look_at(self, transfer: Transfer) -> None:
