@@ -33,6 +33,8 @@ from tests.unit.cache_store.one_sided import (
     open_reader,
 )
 
+pytestmark = pytest.mark.timeout(600)  # of the long form, on a busy machine
+
 KEYS = [f"r{index}#0.00000000" for index in range(5)]
 POOL = 4  # of P: two prompts
 D_POOL = 8
