@@ -2,9 +2,9 @@
 
 Notices say which blocks come next, so their places are known before the bytes are there: in host memory the kernel
 writes them to these (`HostTarget`); on the way to a device it writes them into a slot (`StagedTarget`). What lies there
-is hashed, piece by piece while it is still in the processor's cache, and its blocks count only when that is what the
-checksum behind them says. A failed load may leave half of a block behind, or a damaged one, whose numbers may be
-none (NaN): in host memory its blocks have to be wiped (`events.LoadFailed.foreign`).
+is hashed, and its blocks count only when that is what the checksum behind them says. A failed load may leave half of a
+block behind, or a damaged one, whose numbers may be none (NaN): in host memory its blocks have to be wiped
+(`events.LoadFailed.foreign`).
 
 A slot is held while bytes flow. When the sender does not keep up within a worker's turn (tcp.connection.TURN_S), what
 has come is copied aside and the slot is given back until the rest is here, so a slow peer holds memory and no slot.
@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from cache_store.geometry.pieces import Piece
@@ -27,7 +27,16 @@ from cache_store.loading.load import Load, LoadState, WantedHere, breach
 from cache_store.loading.peers import Peer
 from cache_store.memory.pool import HostKvPool
 from cache_store.memory.staging import Slot, Staging, Ticket, settled
-from cache_store.tcp.connection import TOKEN_BYTES, ConnectionEnded, Inbound, Mover, Transfer, views_of
+from cache_store.tcp.connection import (
+    TOKEN_BYTES,
+    ConnectionEnded,
+    Inbound,
+    Mover,
+    Transfer,
+    digest,
+    sums_apart,
+    views_of,
+)
 from cache_store.tcp.dialer import DataDialer
 from protos import cache_store_pb2 as pb
 from rpc.errors import BatonError, ErrorCode
@@ -48,6 +57,7 @@ class Incoming:
     wanted: WantedHere
     written: asyncio.Future[None]  # done when nothing of it is under way any more, whatever became of it
     transfer: Inbound | None = None  # once there is memory for it
+    views: list[memoryview] = field(default_factory=list)  # where all its bytes are to be found when they have come
     slot: Slot | None = None
     aside: memoryview | None = None
 
@@ -168,6 +178,7 @@ class StagedTarget(Target):
         incoming.aside = memoryview(bytearray(incoming.size))
         come = incoming.size - incoming.transfer.left
         incoming.aside[:come] = incoming.slot.view[:come]
+        incoming.views = [incoming.aside]
         views.clear()
         if come < incoming.size:
             views.append(incoming.aside[come:])
@@ -259,7 +270,8 @@ class TcpLanding(Landing):
 
     def _receive(self, mover: Mover, incoming: Incoming, views: list[memoryview]) -> None:
         assert self._load is not None
-        transfer = incoming.transfer = Inbound(views, self._load.covers(incoming.piece))
+        incoming.views = views
+        transfer = incoming.transfer = Inbound(views, self._load.covers(incoming.piece), sums_apart(views))
         self._open[transfer] = incoming
         mover.put(transfer)
         if mover.held_up:  # no turn is under way at whose end it would be noticed
@@ -309,10 +321,32 @@ class TcpLanding(Landing):
 
     def _received(self, transfer: Transfer) -> None:
         incoming = self._open[transfer]
-        assert self._load is not None and isinstance(transfer, Inbound)
+        assert isinstance(transfer, Inbound)
+        if not transfer.summed:
+            self._target.finish(incoming, partial(self._finished, incoming))
+        elif transfer.apart:
+            hashing = asyncio.get_running_loop().run_in_executor(self._workers, digest, list(incoming.views))
+            hashing.add_done_callback(partial(self._hashed, incoming, transfer.said))
+        else:
+            self._verify(incoming, *transfer.sums())
+
+    def _hashed(self, incoming: Incoming, said: int, hashing: asyncio.Future[int]) -> None:
+        failure = None if hashing.cancelled() else hashing.exception()
+        if hashing.cancelled() or failure is not None or self._failure is not None:
+            self._target.drop(incoming)
+            self._end(incoming)
+            if failure is not None:
+                self._fail_with(_not_written(failure))
+            return
+        self._verify(incoming, hashing.result(), said)
+
+    def _verify(self, incoming: Incoming, have: int, said: int) -> None:
+        load = self._load
+        assert load is not None
         try:
-            if transfer.summed:
-                self._load.verify_run(incoming.piece, *transfer.sums())
+            if load.state is LoadState.FAILED:
+                raise load.error or _not_written(RuntimeError())
+            load.verify_run(incoming.piece, have, said)
         except BatonError as error:
             self._target.drop(incoming)
             self._end(incoming)

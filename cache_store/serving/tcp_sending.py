@@ -3,8 +3,8 @@
 Runs are made ready (their blocks found, on a device copied out of it), their notices are sent, and their bytes are
 queued for the socket, in the order of the notices. All three go on at once for runs that follow one another: `AHEAD`
 batches are being made ready, and so much waits for the socket as `Source` says. Checksums are made while the bytes are
-sent (tcp.connection.Outbound), and follow them. Out of host memory no byte is copied on this side but by the kernel;
-out of a device each is copied once, into the slot from which it is sent.
+sent (tcp.connection.Outbound), by another worker where there are cores for it, and follow them. Out of host memory no
+byte is copied on this side but by the kernel; out of a device each is copied once, into the slot from which it is sent.
 
 A slot is held until its bytes were taken by the socket. When the peer does not keep up within a worker's turn
 (tcp.connection.TURN_S), what is left of them is copied aside and the slot is given back, so a slow peer costs memory
@@ -28,7 +28,7 @@ from cache_store.memory.row_copies import check_rows, copy_rows
 from cache_store.memory.staging import Slot, Staging, settled
 from cache_store.serving.reader import Run
 from cache_store.serving.sending import Link, Sender, announce, damaged
-from cache_store.tcp.connection import DataConnection, Mover, Outbound, Transfer, views_of
+from cache_store.tcp.connection import DataConnection, Mover, Outbound, Transfer, sums_apart, views_of
 from cache_store.tcp.listener import DataListener
 from cache_store.transports import TCP
 from protos import cache_store_pb2 as pb
@@ -280,6 +280,8 @@ class TcpSender(Sender):
             return True
         mover = self._mover or await self._connect()
         for outgoing in ready:
+            if sums_apart(outgoing.transfer.views):
+                outgoing.transfer.sum_ahead(self._workers())
             mover.put(outgoing.transfer)
         await self._or_moved(self._source.queued_bytes(ready[-1].run))
         return True

@@ -22,7 +22,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import xxhash
@@ -42,6 +42,11 @@ RECEIVED_BYTES = 512 << 10
 WAKE_BYTES = 256 << 10  # a thread that waits for bytes is woken when there are so many
 KEPT_UP_BYTES = 256 << 10  # moved in TURN_S by a peer that keeps up
 BUFFER_BYTES = 4 << 20
+# Where there are cores for it, checksums are made by other workers than those that move the bytes: ahead of them by the
+# sender, behind them by the receiver. On fewer, a worker that hashes takes its time from one that moves; and where the
+# bytes lie in many pieces, it waits for the interpreter lock after each of them.
+CORES_FOR_SUMS = 8
+LEAST_PIECE_BYTES = 256 << 10
 _MAX_VIEWS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 _TIMEVAL = struct.pack("@ll", 0, int(TURN_S * 1e6))
 
@@ -54,6 +59,24 @@ def greeting(engine_id: str) -> bytes:
     """The first bytes on a data connection, from the side that listens: whoever connects knows by them that it has
     reached the engine of the handshake, and not what else answers at that port of the host."""
     return hashlib.blake2b(engine_id.encode(), digest_size=TOKEN_BYTES, person=b"baton kv data").digest()
+
+
+@functools.cache
+def _has_cores() -> bool:
+    return len(os.sched_getaffinity(0)) >= CORES_FOR_SUMS
+
+
+def sums_apart(views: Sequence[memoryview]) -> bool:
+    """Whether the checksum of a transfer is another worker's business."""
+    return _has_cores() and sum(view.nbytes for view in views) >= len(views) * LEAST_PIECE_BYTES
+
+
+def digest(views: Iterable[memoryview]) -> int:
+    """xxh3-64 of the views' bytes, one after the other."""
+    state = xxhash.xxh3_64()
+    for view in views:
+        state.update(view)
+    return state.intdigest()
 
 
 @functools.cache
@@ -93,9 +116,9 @@ class Transfer:
     """Bytes that follow each other on the connection: `views`, and the checksum of them all behind them when they are
     `summed`.
 
-    A worker takes away what it has moved: `views`, with `left` bytes, and `_rest` are what is left. It hashes each
-    piece right after it was sent (`Outbound`) or has come (`Inbound`), while it is in the core's own cache: a checksum
-    costs no further way to memory, and nothing waits for that of a whole run.
+    A worker takes away what it has moved: `views`, with `left` bytes, and `_rest` are what is left. Unless another one
+    does (`apart`), it hashes each piece right after it was sent (`Outbound`) or has come (`Inbound`), while it is in
+    the core's own cache: a checksum costs no further way to memory, and nothing waits for that of a whole run.
     """
 
     piece_bytes = CALL_BYTES  # of one system call, when its bytes are hashed
@@ -104,6 +127,7 @@ class Transfer:
         self.views = deque(views)
         self.size = self.left = sum(view.nbytes for view in views)
         self.summed = summed
+        self.apart = False
         self._hash = xxhash.xxh3_64()
         self._tail = bytearray(SUM_BYTES if summed else 0)
         self._rest = memoryview(self._tail)
@@ -116,7 +140,7 @@ class Transfer:
         """Views for the next system call, and their bytes."""
         chosen: list[memoryview] = []
         size = 0
-        limit = self.piece_bytes if self.summed else CALL_BYTES
+        limit = self.piece_bytes if self.summed and not self.apart else CALL_BYTES
         for view in self.views:
             if len(chosen) == _MAX_VIEWS or size >= limit:
                 return chosen, size
@@ -139,7 +163,7 @@ class Transfer:
         while count and views:
             view = views[0]
             step = min(count, view.nbytes)
-            if self.summed:
+            if self.summed and not self.apart:
                 self._hash.update(view[:step])
             if step == view.nbytes:
                 views.popleft()
@@ -156,36 +180,63 @@ class Outbound(Transfer):
 
     piece_bytes = SENT_BYTES
     _damaged = False
+    _ahead: Future[int] | None = None
+    _all: tuple[memoryview, ...] = ()
+
+    def sum_ahead(self, workers: Executor) -> None:
+        """Nothing of it has been sent: another worker makes the checksum."""
+        if self.summed and not self._damaged:
+            self.apart = True
+            self._all = tuple(self.views)
+            self._ahead = workers.submit(digest, self._all)
+
+    def _sum(self) -> int:
+        """Of all bytes. Waits for the worker that is at it; one that has not begun may never come to it."""
+        ahead = self._ahead
+        if ahead is None:
+            return self._hash.intdigest()
+        return digest(self._all) if ahead.cancel() else ahead.result()
 
     def _add_rest(self, chosen: list[memoryview], size: int) -> tuple[list[memoryview], int]:
         if chosen:
             return chosen, size  # the checksum is not known yet
         if self._rest.nbytes == SUM_BYTES and not self._damaged:
-            self._tail[:] = self._hash.intdigest().to_bytes(SUM_BYTES, "little")
+            self._tail[:] = self._sum().to_bytes(SUM_BYTES, "little")
         return super()._add_rest(chosen, size)
 
     def replace(self, views: Iterable[memoryview]) -> None:
-        """What is left is sent from there: as many bytes."""
+        """What is left is sent from there: as many bytes. Where it was is not read any more."""
+        if self._ahead is not None:
+            known: Future[int] = Future()
+            known.set_result(self._sum())
+            self._ahead, self._all = known, ()
         self.views = deque(view for view in views if view.nbytes)
 
     def damage(self, views: Iterable[memoryview]) -> None:
-        """Sends other bytes, and the checksum of those that it had."""
+        """Sends other bytes, and the checksum of those that it had. Nothing of it has been sent."""
         if self.summed:
-            for view in self.views:
-                self._hash.update(view)
-            self._tail[:] = self._hash.intdigest().to_bytes(SUM_BYTES, "little")
+            self._tail[:] = digest(self.views).to_bytes(SUM_BYTES, "little")
         self._damaged = True
         self.replace(views)
 
 
 class Inbound(Transfer):
-    """To be received: into the views."""
+    """To be received: into the views. `apart`: whoever has received it hashes what has come."""
 
     piece_bytes = RECEIVED_BYTES
 
+    def __init__(self, views: Sequence[memoryview], summed: bool = False, apart: bool = False) -> None:
+        super().__init__(views, summed)
+        self.apart = apart
+
+    @property
+    def said(self) -> int:
+        """The checksum that the peer has sent."""
+        return int.from_bytes(self._tail, "little")
+
     def sums(self) -> tuple[int, int]:
-        """Checksum of what has come, and the one that the peer has sent."""
-        return self._hash.intdigest(), int.from_bytes(self._tail, "little")
+        """Checksum of what has come, and the one that the peer has sent. Not with `apart`."""
+        return self._hash.intdigest(), self.said
 
 
 class DataConnection:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import xxhash
 
-from cache_store.tcp.connection import SENT_BYTES, SUM_BYTES, DataConnection, Inbound, Mover, Outbound, Transfer
+from cache_store.tcp.connection import (
+    CALL_BYTES,
+    SENT_BYTES,
+    SUM_BYTES,
+    DataConnection,
+    Inbound,
+    Mover,
+    Outbound,
+    Transfer,
+)
 
 
 def cut(data: bytes, dice: random.Random) -> list[memoryview]:
@@ -36,12 +46,24 @@ def receive(into: Inbound, wire: bytes, dice: random.Random) -> None:
     assert not wire
 
 
+class Busy(Executor):
+    """Workers that never come to what they are given."""
+
+    def submit(self, *_arguments: object, **_named: object) -> Future[Any]:
+        return Future()
+
+
+@pytest.mark.parametrize("workers", [None, ThreadPoolExecutor, Busy], ids=["same worker", "another one", "none free"])
 @pytest.mark.parametrize("seed", range(6))
-def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_them_all_and_follows(seed: int) -> None:
+def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_them_all_and_follows(
+    seed: int, workers: type[Executor] | None
+) -> None:
     dice = random.Random(seed)
     data = dice.randbytes(2 * SENT_BYTES + seed)
     digest = xxhash.xxh3_64_intdigest(data)
     out = Outbound(cut(data, dice), summed=True)
+    if workers is not None:
+        out.sum_ahead(workers())
     landed = bytearray(len(data))
     into = Inbound([memoryview(landed)[:3001], memoryview(landed)[3001:]], summed=True)
     wire = b""
@@ -50,7 +72,7 @@ def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_
             out.replace([memoryview(b"".join(out.views))])
         views, size = out.next_views()
         moved = b"".join(views)
-        assert 0 < len(moved) == size <= SENT_BYTES + SUM_BYTES
+        assert 0 < len(moved) == size <= (SENT_BYTES if workers is None else CALL_BYTES) + SUM_BYTES
         count = size if dice.random() < 0.5 else dice.randrange(size + 1)
         wire += moved[:count]
         out.take_off(count)

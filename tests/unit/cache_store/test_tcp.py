@@ -19,6 +19,7 @@ import xxhash
 from cache_store.agent import GroupLayout
 from cache_store.loading import tcp_landing
 from cache_store.loading.peers import TCP_AGAIN_S
+from cache_store.serving import tcp_sending
 from cache_store.tcp.connection import SUM_BYTES, TOKEN_BYTES, greeting
 from cache_store.tcp.listener import NO_ROOM_PAUSE_S
 from protos import cache_store_pb2 as pb
@@ -37,6 +38,13 @@ BIG = GroupLayout.of("full", num_layers=4, num_kv_heads=4, head_dim=128, block_s
 def disarmed() -> Iterator[None]:
     yield
     faults.disarm()
+
+
+@pytest.fixture(params=[False, True], ids=["sums_beside", "sums_apart"])
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are made by the workers that move the bytes, as on few cores, or by others."""
+    for module in (tcp_sending, tcp_landing):
+        monkeypatch.setattr(module, "sums_apart", lambda views: request.param)
 
 
 @contextmanager
@@ -293,6 +301,7 @@ def test_port_when_it_is_given_then_it_is_that_one_and_one_that_is_in_use_leaves
 # ---- bytes
 
 
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("mode", ["off", "sample", "all"])
 @pytest.mark.parametrize("node", [Node, StagedNode])
 def test_load_when_it_is_large_then_every_byte_is_there_whatever_is_checked(node: type[Node], mode: str) -> None:
@@ -363,6 +372,7 @@ def test_cancel_when_a_thread_waits_for_bytes_then_the_load_ends_and_nothing_is_
         assert (decode.blocks([1, 2]) == 77).all()
 
 
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("node", [Node, StagedNode])
 def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_and_others_go_on(
     node: type[Node],
@@ -391,6 +401,7 @@ def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_
         prefill.lease_ended()
 
 
+@pytest.mark.usefixtures("sums")
 def test_notices_when_they_come_while_the_network_stands_still_then_they_hold_no_slot_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -423,6 +434,7 @@ def test_notices_when_they_come_while_the_network_stands_still_then_they_hold_no
         prefill.lease_ended()
 
 
+@pytest.mark.usefixtures("sums")
 def test_lease_when_it_ends_while_the_network_stands_still_then_its_blocks_come_back_soon() -> None:
     with (
         pair(layout=BIG, load_progress_timeout_s=60.0) as (prefill, decode),
@@ -436,6 +448,7 @@ def test_lease_when_it_ends_while_the_network_stands_still_then_its_blocks_come_
         assert decode.load_failed().error.code is ErrorCode.EXECUTION_EXCEPTION
 
 
+@pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
