@@ -27,19 +27,22 @@ from tests.unit.router.tokenizer_folders import CHATML
 EACH = extent(1, 2)  # servers of a role
 START_S = 90.0
 STOP_S = 60.0
-SERVER_FLAGS = "--server-flags=--dtype float32 --threads 1 --num-kv-blocks 64"
+SERVER_FLAGS = "--dtype float32 --threads 1 --num-kv-blocks 64"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_model(folder: Path) -> Path:
     """The tiny Llama with a chat template."""
-    folder = tmp_path_factory.mktemp("model")
     for file in tiny_model("llama").iterdir():
         (folder / file.name).symlink_to(file)
     config = folder / "tokenizer_config.json"
     config.unlink(missing_ok=True)
     config.write_text(json.dumps({"chat_template": CHATML, "eos_token": "<|end|>"}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("model"))
 
 
 def descendants(pid: int) -> set[int]:
@@ -55,10 +58,10 @@ def descendants(pid: int) -> set[int]:
 class Up:
     """A running `baton up` on free ports, and what it has printed."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
+    def __init__(self, model: Path, *flags: str, server_flags: str = SERVER_FLAGS) -> None:
         command = [sys.executable, "-u", "-m", "cli", "up", "--model", str(model), "--port", "0", "--grpc-port", "0"]
         self.process = subprocess.Popen(
-            [*command, SERVER_FLAGS, *flags],
+            [*command, f"--server-flags={server_flags}", *flags],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
