@@ -251,22 +251,25 @@ class FetchLanding(_CopyLanding):
             load.fail_with(breach(f"a block outside the peer's memory: {error}"))
 
     def _delivered(self, load: Load) -> None:
-        if not load.missing and not self._stands():
-            self._begin_to_ask()
+        if not load.missing and not self._stands(load):
+            self._begin_to_ask(load)
 
-    def _stands(self) -> bool:
+    def _stands(self, load: Load) -> bool:
         """Whether the lease's word says that it stood up to now. False: the peer has to be asked."""
-        self._proven = self._proven or (self._word is not None and self._proofs.stands(self._word))
+        if not self._proven and self._word is not None and self._proofs.stands(self._word):
+            self._proven = True
+            load.observe("kv_lease_proofs_total", transport=load.transport, by="word")
         return self._proven
 
-    def _begin_to_ask(self) -> None:
+    def _begin_to_ask(self, load: Load) -> None:
         if self._proof is None:
             # Its owner is this landing: `settle` takes its result, `quiet` ends it.
-            self._proof = asyncio.get_running_loop().create_task(self._ask())
+            self._proof = asyncio.get_running_loop().create_task(self._ask(load))
 
-    async def _ask(self) -> None:
+    async def _ask(self, load: Load) -> None:
         try:
             await self._proofs.prove()
+            load.observe("kv_lease_proofs_total", transport=load.transport, by="call")
         except BatonError as error:
             if error.code in _NOT_THEIRS or blames_request(error):
                 raise

@@ -148,7 +148,6 @@ def chosen(role: str) -> set[str]:
 _LISTS = {
     "prefill": SERVER_GAUGES | CALLS | LOOKUP | HANDSHAKE | PROMPT_GRAPHS | {
         "baton_kv_leases_active", "baton_kv_lease_hold_seconds outcome=released",
-        "baton_kv_lease_renewals_total result=ok source=open_load",  # D asks after it has read P's memory
         "baton_kv_publish_seconds", "baton_kv_transfer_bytes_total direction=sent",
         *(f"{name} kind=prefill" for name in STEP),
         *(f"baton_stage_seconds stage={stage}"
@@ -158,6 +157,7 @@ _LISTS = {
         "baton_kv_blocks_skipped_total",
         "baton_kv_transfer_seconds outcome=ok", "baton_kv_transfer_exposed_seconds", "baton_kv_transfer_size_bytes",
         "baton_kv_transfer_bytes_total direction=received", "baton_kv_transfer_pieces_total result=ok",
+        "baton_kv_lease_proofs_total by=word",  # D looks after it has read P's memory
         *(f"baton_stage_seconds stage={stage}" for stage in ("prepare", "allocate", "load", "wait_to_run")),
     },
     "router": ROUTER_ANY | chosen("prefill") | chosen("decode") | {

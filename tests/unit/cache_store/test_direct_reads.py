@@ -246,6 +246,7 @@ def test_direct_read_when_asking_fails_then_the_transfer_is_not_proven_and_can_b
     decode.load_done()
     assert asked == ["open_load", "open_load"]
     prefill.lease_ended()
+    assert decode.count("kv_lease_proofs_total", transport="ipc", by="call") == 1, "of two calls one proved something"
 
 
 def test_notice_when_it_names_a_block_outside_the_peers_memory_then_the_load_fails(direct: Pair) -> None:
@@ -292,10 +293,12 @@ def test_fault_point_when_it_drops_a_notice_then_the_load_ends_short(direct: Pai
     prefill.lease_ended()
 
 
-def test_load_when_the_peer_shares_no_lease_words_then_it_asks_whether_the_lease_stood(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("shared", [True, False])
+def test_load_when_the_peer_shares_lease_words_then_it_looks_and_else_it_asks_and_either_is_counted(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    monkeypatch.setattr(agent_module, "make_lease_words", lambda: None)
+    if not shared:
+        monkeypatch.setattr(agent_module, "make_lease_words", lambda: None)
     chosen = settings(transport="ipc")
     with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
         prefill.stage(KEY, [5, 9])
@@ -303,5 +306,8 @@ def test_load_when_the_peer_shares_no_lease_words_then_it_asks_whether_the_lease
         decode.load_done()
         np.testing.assert_array_equal(decode.blocks([1, 2]), prefill.blocks([5, 9]))
         prefill.lease_ended()
-        assert prefill.count("kv_lease_renewals_total", source="open_load", result="ok") == 1
+        asked = prefill.count("kv_lease_renewals_total", source="open_load", result="ok")
+        assert asked == (0 if shared else 1)
+        proofs = {by: decode.count("kv_lease_proofs_total", transport="ipc", by=by) for by in ("word", "call")}
+        assert proofs == {"word": 1 - asked, "call": asked}
         assert_clean(prefill, decode)
