@@ -321,7 +321,7 @@ class CacheStoreService:
             self._workers,
         )
         if reader.direct:
-            return NoticeSender(link)
+            return NoticeSender(link, request.transport)
         if request.transport == TCP:
             assert self._listener is not None  # the offer serves tcp
             return TcpSender(link, self._listener, self._tcp_source())
