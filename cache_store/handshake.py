@@ -112,6 +112,9 @@ def answer(
     if request.expected_engine_id != identity.engine_id:
         raise restarted(request.expected_engine_id, identity.engine_id)
     facts = differing_facts(identity, request, offer)
+    if facts.keys() == {"transports"}:
+        message = f"no transport of the decode server leads to the prefill server: {facts['transports']}"
+        raise BatonError(ErrorCode.INCOMPATIBLE_PEER, message, metadata=facts)
     if facts:
         raise BatonError(
             ErrorCode.INCOMPATIBLE_PEER,

@@ -104,7 +104,7 @@ def test_ipc_when_it_is_demanded_between_two_machines_then_the_error_says_what_i
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
         why = "ipc / ipc (ipc: they are on two machines; use --kv-transport auto)"
-        assert failed.error.metadata["transports"] == why
+        assert failed.error.metadata["transports"] == why and why in failed.error.message
 
 
 def load_of_two(transport: str = "ipc") -> pb.LoadRequest:
