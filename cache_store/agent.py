@@ -109,13 +109,14 @@ class CacheStoreAgent:
         self._parking = ParkingTable(settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock)
         self._staging: Staging | None = None
         self._marks: Completions | None = None
+        self._offer = make_offer(pool, settings, observe)
         if isinstance(pool, StagedKvPool):
-            slot_bytes = max(settings.chunk_bytes, *(group.block_bytes for group in identity.groups))
+            pieces = [settings.chunk_bytes_of(transport) for transport in self._offer.transports]
+            slot_bytes = max(*pieces, *(group.block_bytes for group in identity.groups))
             self._staging = Staging(pool.copies, settings.staging_slots, slot_bytes)
             self._marks = Completions("kv-marks")
         # Threads begin with the first event that is large enough for them.
         self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
-        self._offer = make_offer(pool, settings, observe)
         self._words = make_lease_words() if IPC in self._offer.memories else None
         if self._words is not None:
             self._offer = replace(self._offer, lease_words=self._words.describe())

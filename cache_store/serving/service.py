@@ -271,7 +271,7 @@ class CacheStoreService:
             raise wire.out_of_range("transport", transport, ", ".join(served))
         direct = transport in ONE_SIDED
         # A notice has no payload: all blocks of a layer that are ready together are one event.
-        chunk_bytes = MAX_NOTICE_BYTES if direct else min(request.chunk_bytes, self._settings.chunk_bytes)
+        chunk_bytes = MAX_NOTICE_BYTES if direct else min(request.chunk_bytes, self._settings.chunk_bytes_of(transport))
 
         def try_open() -> Reader | None:
             return self._table.open_load(
