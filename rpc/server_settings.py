@@ -276,7 +276,7 @@ class ServerSettings(CommonSettings):
         None,
         ge=1,
         le=256,
-        description="workers that copy large pieces of KV out of host memory; default: min(32, cores)",
+        description="workers that copy KV, move it over tcp, make its checksums; default: min(32, cores)",
     )
     cache_store_return_before_deadline_ms: int = Field(
         100, ge=0, le=10_000, description="a one-sided transfer answers this long before the request's deadline"
