@@ -279,8 +279,13 @@ def _names(options: Sequence[_Option]) -> tuple[dict[str, _Option], dict[str, _O
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    bare = {_bare(each): each for each in known}  # what all of them begin with makes none more alike
+    close = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=0.6)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
+
+
+def _bare(name: str) -> str:
+    return name.lstrip("-").removeprefix("BATON_")
 
 
 def _is_flag(arg: str) -> bool:
