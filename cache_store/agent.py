@@ -57,7 +57,7 @@ from protos import common_pb2
 from rpc import faults
 from rpc.channels import bulk_server_options
 from rpc.errors import BatonError, ErrorCode
-from rpc.server import GrpcServer, join_address
+from rpc.server import GrpcServer, bind_error, join_address
 
 __all__ = [
     "AgentEvent",
@@ -109,13 +109,14 @@ class CacheStoreAgent:
         self._parking = ParkingTable(settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock)
         self._staging: Staging | None = None
         self._marks: Completions | None = None
+        self._offer = make_offer(pool, settings, observe)
         if isinstance(pool, StagedKvPool):
-            slot_bytes = max(settings.chunk_bytes, *(group.block_bytes for group in identity.groups))
+            pieces = [settings.chunk_bytes_of(transport) for transport in self._offer.transports]
+            slot_bytes = max(*pieces, *(group.block_bytes for group in identity.groups))
             self._staging = Staging(pool.copies, settings.staging_slots, slot_bytes)
             self._marks = Completions("kv-marks")
         # Threads begin with the first event that is large enough for them.
         self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
-        self._offer = make_offer(pool, settings, observe)
         self._words = make_lease_words() if IPC in self._offer.memories else None
         if self._words is not None:
             self._offer = replace(self._offer, lease_words=self._words.describe())
@@ -493,10 +494,10 @@ class CacheStoreAgent:
     async def _main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
         if self._staging is not None:
             self._staging.bind(asyncio.get_running_loop())
-        self._listen(host)
         server = GrpcServer(extra=bulk_server_options())
         server.add_service(self._service.add_to, None, SERVICE)
         try:
+            self._listen(host)
             bound = await server.start(host, port, flag="--cache-store-port")
         except SystemExit as error:  # the one line for a start-up; the engine decides what ends with it
             if self._listener is not None:
@@ -534,12 +535,15 @@ class CacheStoreAgent:
             await self._shut_down(server)
 
     def _listen(self, host: str) -> None:
-        """Opens the port of the transport tcp, which the handshakes tell. Without one, peers cannot use it."""
+        """Opens the port of the transport tcp, which the handshakes tell. Without one, peers cannot use it: raises
+        SystemExit when they could use no other."""
         if self._listener is None:
             return
         try:
             port = self._listener.listen(host, self.settings.data_port)
         except OSError as error:
+            if self._offer.transports == (TCP,):
+                raise bind_error("--kv-data-port", host, self.settings.data_port, str(error.strerror)) from None
             self._observations.observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
             _log.warning(
                 "data port %s of %s cannot be opened, so peers cannot use tcp; give another --kv-data-port: %s",

@@ -74,8 +74,22 @@ def differing_facts(identity: AgentIdentity, request: cache_store_pb2.HandshakeR
         if not _fits(theirs[tag], own[tag]):
             facts[f"group {tag[:32]}"] = f"{_layout(theirs[tag])[:128]} / {_layout(own[tag])}"
     if not offer.choose(request.transports, request.host_id):
-        facts["transports"] = f"{', '.join(request.transports)[:64]} / {', '.join(offer.transports)}"
+        why = _impossible(request, offer)
+        facts["transports"] = f"{', '.join(request.transports)[:64]} / {', '.join(offer.transports)}{why}"
     return facts
+
+
+def _impossible(request: cache_store_pb2.HandshakeRequest, offer: Offer) -> str:
+    """Why the ways that both sides name do not lead from one to the other, in brackets; empty when they name none."""
+    reasons = []
+    for transport in offer.transports:
+        if transport not in request.transports:
+            continue
+        if not offer.serves(transport):
+            reasons.append(f"{transport}: this side has no {'data port' if transport == TCP else 'memory to show'}")
+        elif transport == IPC:
+            reasons.append("ipc: they are on two machines")
+    return f" ({', '.join(reasons)}; use --kv-transport auto)" if reasons else ""
 
 
 def answer(
@@ -98,6 +112,9 @@ def answer(
     if request.expected_engine_id != identity.engine_id:
         raise restarted(request.expected_engine_id, identity.engine_id)
     facts = differing_facts(identity, request, offer)
+    if facts.keys() == {"transports"}:
+        message = f"no transport of the decode server leads to the prefill server: {facts['transports']}"
+        raise BatonError(ErrorCode.INCOMPATIBLE_PEER, message, metadata=facts)
     if facts:
         raise BatonError(
             ErrorCode.INCOMPATIBLE_PEER,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from cache_store.checksum import MODES
-from cache_store.transports import TRANSPORTS
+from cache_store.transports import TCP, TRANSPORTS
 
 MIN_CHUNK_BYTES = 64 * 1024
-MAX_CHUNK_BYTES = 1024 * 1024
+MAX_CHUNK_BYTES = 4 << 20
 _MAY_BE_ZERO = frozenset({"connect_retries", "return_before_deadline_s", "quarantine_s", "data_port"})
 
 
@@ -19,7 +19,9 @@ class AgentSettings:
     lease_seconds: float = 30.0  # staged KV without renewal lives this long after it was computed
     checksum: str = "all"  # off, sample, all; of two peers the stricter decides
     transport: str = "auto"  # auto: the best that both sides have; a name of `TRANSPORTS`: that one or none
-    chunk_bytes: int = MAX_CHUNK_BYTES  # largest payload of one event; at least one block is always sent whole
+    # Largest payload of one event, with tcp of one layer of a notice; at least one block is always sent whole. None:
+    # 4 MiB with tcp, whose bytes are in no message, 1 MiB else.
+    chunk_bytes: int | None = None
     queue_size: int = 1000  # parked loads in all, and engine commands not yet taken up by the agent
     parked_per_peer: int = 250  # parked loads of one connection
     connect_timeout_s: float = 1.0  # connection and handshake
@@ -49,12 +51,18 @@ class AgentSettings:
             raise ValueError(f"checksum {self.checksum!r} is none of {', '.join(MODES)}")
         if self.transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"transport {self.transport!r} is none of auto, {', '.join(TRANSPORTS)}")
-        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+        if self.chunk_bytes is not None and not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes {self.chunk_bytes} is outside [{MIN_CHUNK_BYTES}, {MAX_CHUNK_BYTES}]")
         for field in fields(self):
             value = getattr(self, field.name)
             may_be_zero = field.name in _MAY_BE_ZERO
-            if not isinstance(value, str) and (value < 0 if may_be_zero else value <= 0):
+            if isinstance(value, int | float) and (value < 0 if may_be_zero else value <= 0):
                 raise ValueError(f"{field.name} must be greater than 0, got {value}")
         if self.return_before_deadline_s >= self.steal_before_deadline_s:
             raise ValueError("return_before_deadline_s must be less than steal_before_deadline_s")
+
+    def chunk_bytes_of(self, transport: str) -> int:
+        """Largest payload that this side sends or takes in one piece."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return 4 << 20 if transport == TCP else 1 << 20

@@ -68,9 +68,12 @@ class StagedRequests:
 
     def publish(self, key: str, group: str, layer: int, upto_block: int, called_at: float) -> None:
         try:
-            if faults.fault("cache_store.publish", key=key, rank=self._rank):
+            effect = faults.fault("cache_store.publish", key=key, rank=self._rank)
+            if effect & faults.DROP:
                 return
             self._table.publish(key, group, layer, upto_block)
+            if effect & faults.DUPLICATE:
+                self._table.publish(key, group, layer, upto_block)
         except BatonError as error:
             self.fail(key, error)
             return

@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         model = prepare_model(arguments.model or None, None, progress=sys.stderr.isatty())
     except ModelPrepareError as error:
-        print(f"baton up: {error}", file=sys.stderr)
+        print(f"baton up: {'--model: ' if arguments.model else ''}{error}", file=sys.stderr)
         return 1
     launcher = Launcher(
         model=str(model),

@@ -68,7 +68,7 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
     kv_tier_timeout_ms: int = 1000  # longest delay of a prompt whose beginning may be in one of these
     kv_tier_min_tokens: int = 256  # for fewer missing tokens none of them is asked
     cache_store_queue_size: int = 1000
-    cache_store_chunk_bytes: int = 1 << 20
+    cache_store_chunk_bytes: int | None = None
     cache_store_connect_timeout_ms: int = 1000
     cache_store_connect_retry_times: int = 0
     cache_store_publish_timeout_ms: int = 100_000
@@ -131,7 +131,8 @@ class EngineConfig(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkn
         _in_range("--kv-lease-seconds", self.kv_lease_seconds, 0.05, 86400)
         _in_range("--kv-bulk-channels", self.kv_bulk_channels, 1, 64)
         _in_range("--cache-store-queue-size", self.cache_store_queue_size, 1, 1_000_000)
-        _in_range("--cache-store-chunk-bytes", self.cache_store_chunk_bytes, 64 << 10, 1 << 20)
+        if self.cache_store_chunk_bytes is not None:
+            _in_range("--cache-store-chunk-bytes", self.cache_store_chunk_bytes, 64 << 10, 4 << 20)
         _in_range("--cache-store-connect-timeout-ms", self.cache_store_connect_timeout_ms, 10, 60_000)
         _in_range("--cache-store-connect-retry-times", self.cache_store_connect_retry_times, 0, 100)
         _in_range("--cache-store-publish-timeout-ms", self.cache_store_publish_timeout_ms, 100, 3_600_000)

@@ -201,7 +201,7 @@ def engine_config(settings: FrontSettings, role: str, *, allow_local_prefill: bo
         kv_tier_timeout_ms=settings.kv_tier_timeout_ms,
         kv_tier_min_tokens=settings.kv_tier_min_tokens,
         cache_store_queue_size=settings.cache_store_queue_size,
-        cache_store_chunk_bytes=int(settings.cache_store_chunk_bytes),
+        cache_store_chunk_bytes=settings.cache_store_chunk_bytes and int(settings.cache_store_chunk_bytes),
         cache_store_connect_timeout_ms=settings.cache_store_connect_timeout_ms,
         cache_store_connect_retry_times=settings.cache_store_connect_retry_times,
         cache_store_publish_timeout_ms=settings.cache_store_publish_timeout_ms,

@@ -160,6 +160,22 @@ def differences(prefill: WorkerFacts, decode: WorkerFacts) -> tuple[Difference, 
     return tuple(found)
 
 
+# What each fact follows from, as servers are told it
+_CAUSES = {
+    "protocol_version": "run one version of Baton",
+    "model_fingerprint": "--model: the same weights and config.json for all servers",
+    "kv_dtype": "--dtype, --kv-cache-dtype",
+    "block_size": "--block-size",
+    "tp_size": "--tensor-parallel-size",
+    "transports": "--kv-transport",
+}
+
+
+def _with_cause(fact: str) -> str:
+    cause = _CAUSES.get(fact.partition("[")[0])
+    return f"{fact} ({cause})" if cause else fact
+
+
 def pair_error(found: Iterable[Difference]) -> BatonError:
     """INCOMPATIBLE_PEER with each differing fact in the metadata; ASYMMETRIC_TP_FAILED when it is TP
     alone."""
@@ -168,7 +184,7 @@ def pair_error(found: Iterable[Difference]) -> BatonError:
     code = ErrorCode.ASYMMETRIC_TP_FAILED if names == ["tp_size"] else ErrorCode.INCOMPATIBLE_PEER
     return BatonError(
         code,
-        f"no prefill and decode server fit together; they differ in {', '.join(names)}",
+        f"no prefill and decode server fit together; they differ in {', '.join(map(_with_cause, names))}",
         metadata={d.fact: d.values for d in found},
     )
 

@@ -151,7 +151,7 @@ class RouterSettings(CommonSettings):
     @classmethod
     def _folder(cls, model: str) -> str:
         if not (Path(model) / "tokenizer.json").is_file():
-            raise ValueError(f"{model!r} must be a folder with a tokenizer.json; `baton model prepare` makes one")
+            raise ValueError("must be a folder with a tokenizer.json; `baton model prepare` makes one")
         return model
 
     @model_validator(mode="after")

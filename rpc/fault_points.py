@@ -57,7 +57,7 @@ _TABLE = (
                "a handshake, before it is asked for (side: decode) or answered (side: prefill)"),
     FaultPoint("cache_store.load_start", "D", ("key", "peer", "rank"), _FAILS, "a load begins"),
     FaultPoint("cache_store.load_open", "P", ("key", "rank"), _FAILS, "a load is opened"),
-    FaultPoint("cache_store.publish", "P", ("key", "rank"), _LOST, "blocks of a layer have become ready"),
+    FaultPoint("cache_store.publish", "P", ("key", "rank"), _MESSAGE, "blocks of a layer have become ready"),
     FaultPoint("cache_store.send_event", "P", ("key", "kind", "rank"), _MESSAGE,
                "an event of a load is sent (kind: started, running, pieces, computed, done); a delay is a slow sender"),
     FaultPoint("cache_store.send_piece", "P", ("key", "group", "layer", "block", "rank"), _LOST,

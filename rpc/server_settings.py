@@ -265,8 +265,8 @@ class ServerSettings(CommonSettings):
         1000, ge=10, le=60_000, description="time to reach a peer's cache store"
     )
     cache_store_queue_size: int = Field(1000, ge=1, le=1_000_000, description="publish and load tasks waiting")
-    cache_store_chunk_bytes: ByteSize = Field(
-        ByteSize(1 << 20), ge=64 << 10, le=1 << 20, description="largest piece of KV in one message"
+    cache_store_chunk_bytes: ByteSize | None = Field(
+        None, ge=64 << 10, le=4 << 20, description="largest piece of KV; by default 4 MiB by tcp, 1 MiB by grpc"
     )
     cache_store_publish_timeout_ms: int = Field(
         100_000, ge=100, le=3_600_000, description="wait of a load for a first published block"

@@ -57,6 +57,7 @@ _POINTS: tuple[tuple[Kind, tuple[str, ...], float, str], ...] = (
     (Kind.DROP, _SERVERS, 0.3, "cache_store.renew:drop"),
     (Kind.DROP, _SERVERS, 0.03, "cache_store.release:drop"),
     (Kind.DUPLICATE, (_PREFILL,), 0.003, "cache_store.send_event:duplicate"),
+    (Kind.DUPLICATE, (_PREFILL,), 0.02, "cache_store.publish:duplicate"),
     (Kind.DUPLICATE, (_DECODE,), 0.003, "cache_store.read_event:duplicate"),
     (Kind.DUPLICATE, _SERVERS, 0.05, "cache_store.release:duplicate"),
     (Kind.CORRUPT, (_PREFILL,), 0.02, "cache_store.piece_bytes:corrupt"),

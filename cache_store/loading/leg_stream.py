@@ -278,7 +278,7 @@ class LegStreams:
             ],
             prompt_tokens=job.prompt_tokens,
             checksum=load.checksum_mode,
-            chunk_bytes=self._settings.chunk_bytes,
+            chunk_bytes=self._settings.chunk_bytes_of(leg.transport),
             transport=leg.transport,
             reader=reader_rank(self._identity),
         )

@@ -508,7 +508,9 @@ def announce(notices: list[pb.Notice], run: Run, blocks: Sequence[int], ids: Seq
 class NoticeSender(Sender):
     """Blocks that the peer reads in this engine's memory: events say which are ready, and where they lie."""
 
-    transport = "ipc"
+    def __init__(self, link: Link, transport: str = "ipc") -> None:
+        super().__init__(link)
+        self.transport = transport
 
     def _started(self) -> pb.Started:
         started = super()._started()

@@ -271,7 +271,7 @@ class CacheStoreService:
             raise wire.out_of_range("transport", transport, ", ".join(served))
         direct = transport in ONE_SIDED
         # A notice has no payload: all blocks of a layer that are ready together are one event.
-        chunk_bytes = MAX_NOTICE_BYTES if direct else min(request.chunk_bytes, self._settings.chunk_bytes)
+        chunk_bytes = MAX_NOTICE_BYTES if direct else min(request.chunk_bytes, self._settings.chunk_bytes_of(transport))
 
         def try_open() -> Reader | None:
             return self._table.open_load(
@@ -321,7 +321,7 @@ class CacheStoreService:
             self._workers,
         )
         if reader.direct:
-            return NoticeSender(link)
+            return NoticeSender(link, request.transport)
         if request.transport == TCP:
             assert self._listener is not None  # the offer serves tcp
             return TcpSender(link, self._listener, self._tcp_source())

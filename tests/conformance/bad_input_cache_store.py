@@ -234,7 +234,7 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
     Row("load: an unknown checksum", load(checksum="crc"), 605, ("crc",), "checksum"),
     Row("load: an unknown transport", load(transport="rdma"), 605, ("rdma", "grpc"), "transport"),
     Row("load: chunks of 1 byte", load(chunk_bytes=1), 605, ("65536",), "chunk_bytes"),
-    Row("load: chunks of 2 MiB", load(chunk_bytes=2 << 20), 605, ("1048576",), "chunk_bytes"),
+    Row("load: chunks of 5 MiB", load(chunk_bytes=5 << 20), 605, ("4194304",), "chunk_bytes"),
     Row("load: 0 partitions", load(wanted_partition_count=0), 605, (), "wanted[0].partition_count"),
     Row("load: partition 2 of 2", load(wanted_partition_count=2, wanted_partition_id=2), 605, (),
         "wanted[0].partition_id"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -103,6 +104,20 @@ def test_memory_that_cannot_be_opened_when_ipc_is_demanded_then_the_peers_do_not
         failed = decode.load_failed()
         assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
         assert failed.error.metadata["transports"] == "ipc / tcp, grpc"
+
+
+def test_ipc_when_it_is_demanded_between_two_machines_then_the_error_says_what_is_wrong() -> None:
+    made = (
+        SharedNode(name, settings(transport="ipc"), seed=seed) for seed, name in enumerate(("prefill", "decode"), 1)
+    )
+    with nodes(*made) as (prefill, decode):
+        service = prefill.agent._service
+        service.offer = replace(service.offer, host_id="another")  # as on another machine
+        decode.load(prefill.source, KEY, [1])
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.INCOMPATIBLE_PEER
+        why = "ipc / ipc (ipc: they are on two machines; use --kv-transport auto)"
+        assert failed.error.metadata["transports"] == why and why in failed.error.message
 
 
 def load_of_two(transport: str = "ipc") -> pb.LoadRequest:

@@ -44,6 +44,7 @@ CASES: dict[str, set[str]] = {
     "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=1": FAILED,
     "cache_store.piece_bytes:corrupt,nth=2": {_E.KV_CHECKSUM_MISMATCH.name},
     "cache_store.publish:drop,nth=2": FAILED,
+    "cache_store.publish:duplicate,nth=2": {RIGHT},
     "cache_store.publish:raise=CACHE_STORE_STORE_FAILED,nth=2": FAILED,
     "cache_store.queue:full,what=load": FULL,
     "cache_store.queue:full,what=publish": FULL,

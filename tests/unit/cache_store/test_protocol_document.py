@@ -223,6 +223,12 @@ def _state(entry: Parked) -> ParkedState:
 # ---- load
 
 
+def started_and_piece(stream: Stream) -> None:
+    stream.load.on_started(pb.Started(generation=1))
+    stream.send(0, [FIRST])
+    assert stream.load.delivered == 1
+
+
 def piece_twice(stream: Stream) -> None:
     stream.send(0, [FIRST])
     stream.send(0, [FIRST])
@@ -263,6 +269,7 @@ LOAD_EVENTS: dict[str, Callable[[Stream], None]] = {
     "RUNNING": lambda stream: stream.load.on_state(pb.COMPUTE_STATE_RUNNING),
     "COMPUTED": lambda stream: stream.load.on_state(pb.COMPUTE_STATE_COMPUTED),
     "piece": lambda stream: stream.send(0, [FIRST]),
+    "Started, piece": started_and_piece,
     "piece before Started": lambda stream: stream.send(0, [FIRST]),
     "piece twice": piece_twice,
     "piece not asked for": lambda stream: stream.send(0, [FIRST + 9]),

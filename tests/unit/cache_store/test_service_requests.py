@@ -351,7 +351,7 @@ def test_load_with_a_broken_reference_is_refused_by_name(
         ({"transport": "nixl"}, ErrorCode.INVALID_PARAMS, None),
         ({"transport": "ipc"}, ErrorCode.INVALID_PARAMS, None),
         ({"chunk_bytes": 65535}, ErrorCode.INVALID_PARAMS, None),
-        ({"chunk_bytes": (1 << 20) + 1}, ErrorCode.INVALID_PARAMS, None),
+        ({"chunk_bytes": (4 << 20) + 1}, ErrorCode.INVALID_PARAMS, None),
         ({"wanted": [wanted_blocks(), wanted_blocks()]}, ErrorCode.INVALID_PARAMS, None),
         ({"wanted": [wanted_blocks(partition_count=0)]}, ErrorCode.INVALID_PARAMS, None),
         ({"wanted": [wanted_blocks(partition_count=2, partition_id=2)]}, ErrorCode.INVALID_PARAMS, None),

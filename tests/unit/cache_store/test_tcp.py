@@ -298,6 +298,15 @@ def test_port_when_it_is_given_then_it_is_that_one_and_one_that_is_in_use_leaves
         assert data_port(free) == port
 
 
+def test_port_when_it_is_in_use_and_tcp_is_demanded_then_the_agent_does_not_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(BatonError) as raised, nodes(Node("prefill", settings(transport="tcp", data_port=port))):
+            pass
+    assert raised.value.code is ErrorCode.CONNECT_FAILED
+    assert f"--kv-data-port: cannot listen on 127.0.0.1:{port}" in raised.value.message
+
+
 # ---- bytes
 
 

@@ -76,6 +76,10 @@ def test_load_when_blocks_are_scattered_then_each_byte_is_in_its_place_and_no_ot
             assert np.array_equal(decode.blocks(range(POOL_BLOCKS)), before)
             assert done.bytes == count * WIDE.num_layers * WIDE.block_bytes
             assert prefill.lease_ended().outcome == "released"
+        moved = (1 + 2 + 7 + 30) * WIDE.num_layers * WIDE.block_bytes
+        for node, direction in ((prefill, "sent"), (decode, "received")):
+            counted = node.count("kv_transfer_bytes_total", transport=way.transport, direction=direction)
+            assert counted == node.count("kv_transfer_bytes_total", direction=direction) == moved
 
 
 def test_load_when_it_comes_first_then_layers_arrive_while_they_are_computed(way: Way) -> None:

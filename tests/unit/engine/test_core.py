@@ -267,6 +267,19 @@ def test_handover_when_a_load_breaks_then_it_is_repeated_without_a_new_prefill(r
         assert d.clean()
 
 
+@pytest.mark.parametrize("sampling", [{}, SAMPLINGS[2]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("policy", "failures"), [("retry", 1), ("retry", 2), ("recompute", 1)])
+def test_handover_when_loads_fail_then_what_each_policy_does_has_the_tokens_of_a_clean_run(policy, failures, sampling):
+    with pair(decode={"kv_load_failure_policy": policy}) as (p, d):
+        faults.arm(f"cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,times={failures}")
+        tokens = serve(p, d, "a#0.00000000", PROMPT, max_tokens=16, **sampling)
+        assert tokens == alone(PROMPT, max_tokens=16, **sampling)
+        assert faults.fired("cache_store.send_piece") == failures
+        recomputed = "compute" in d.last("a#0.00000000").stages
+        assert recomputed == ((policy, failures) != ("retry", 1)), "one retry, and then, or at once, the prompt itself"
+        assert d.clean()
+
+
 @pytest.mark.parametrize(
     ("transport", "fault"),
     [

@@ -31,7 +31,7 @@ def test_configuration_when_it_crosses_to_the_engine_then_every_field_arrives():
     values = {}
     for index, field in enumerate(msgspec.structs.fields(EngineConfig)):
         kind = {str: f"text{index}", int: 1000 + index, float: 0.375 + index, bool: True}
-        kind |= {bool | None: True, tuple[int, ...]: (index, index + 1)}
+        kind |= {bool | None: True, int | None: 1000 + index, tuple[int, ...]: (index, index + 1)}
         kind[PrefillGraphSettings] = PrefillGraphSettings(enabled=True, buckets=(3, 7), max_padding_ratio=0.375)
         default = field.default
         values[field.name] = (not default) if isinstance(default, bool) else kind[field.type]
@@ -65,7 +65,7 @@ def test_configuration_when_it_is_not_of_this_version_then_it_is_refused(text):
         ({"kv_lease_seconds": 0.0}, "--kv-lease-seconds"),
         ({"decode_retry_times": -1}, "--decode-retry-times"),
         ({"load_cache_timeout_ms": 99}, "--load-cache-timeout-ms"),
-        ({"cache_store_chunk_bytes": 1 << 21}, "--cache-store-chunk-bytes"),
+        ({"cache_store_chunk_bytes": 1 << 23}, "--cache-store-chunk-bytes"),
     ],
 )
 def test_configuration_when_a_value_is_out_of_range_then_the_flag_is_named(options, flag):

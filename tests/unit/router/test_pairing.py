@@ -96,6 +96,7 @@ def test_pair_error_when_several_facts_differ_then_the_metadata_has_each_with_bo
         "block_size[full]": "prefill 16, decode 24 (one must be a multiple of the other)",
         "kv_dtype": "prefill float32, decode bfloat16",
     }
+    assert error.message.endswith("block_size[full] (--block-size), kv_dtype (--dtype, --kv-cache-dtype)")
     assert "127.0.0.1" not in error.message
 
 

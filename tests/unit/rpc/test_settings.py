@@ -241,4 +241,4 @@ def test_server_settings_have_the_documented_defaults() -> None:
         100,
         1,
     )
-    assert (settings.cache_store_queue_size, settings.cache_store_chunk_bytes) == (1000, 1 << 20)
+    assert (settings.cache_store_queue_size, settings.cache_store_chunk_bytes) == (1000, None)

@@ -41,6 +41,13 @@ def test_points_then_a_campaign_arms_every_kind_somewhere() -> None:
     assert set(re.findall(r"[\w.]+:(\w+)", armed)) == {"delay", "raise", "drop", "duplicate", "corrupt", "full", "jump"}
 
 
+def test_points_when_prefill_servers_start_again_and_again_then_each_time_one_of_two_has_none() -> None:
+    layout = Layout("model", FILE, FILE, "run", 1, ALL)
+    for starts in (1, 2, 3):
+        assert [layout.has_points("prefill", index, starts) for index in (0, 1)] == [starts % 2 == 1, starts % 2 == 0]
+        assert all(layout.has_points(role, index, starts) for role in ("decode", "router") for index in (0, 1))
+
+
 def test_blows_then_the_seed_says_which_and_every_server_and_part_has_its_turn() -> None:
     first = list(itertools.islice(blows(3, ALL, SERVERS, 2.0), 400))
     assert first == list(itertools.islice(blows(3, ALL, SERVERS, 2.0), 400))
