@@ -234,10 +234,7 @@ class FetchLanding(_CopyLanding):
         self._word = started.word if started.HasField("word") else None
 
     async def store(self, load: Load, piece: Piece, data: memoryview) -> None:
-        self.check(load)
-        if self._limits.clock() >= self._limits.steal_at:
-            late = "the request's deadline is too near for another read; allow it more time"
-            load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
+        self._check_time(load)
         wanted = load.expect(piece, data.nbytes)
         source, target = _paired(wanted, piece, self._shares[piece.group])
         load.on_taken(piece)
@@ -247,8 +244,17 @@ class FetchLanding(_CopyLanding):
             ):
                 completed = self._expect_completion(load, piece.of(layers))
                 copy.add_done_callback(partial(_tell, completed))
+                if layers.stop < piece.layers.stop:  # the wait for room may have been long
+                    self._check_time(load)
         except IndexError as error:
             load.fail_with(breach(f"a block outside the peer's memory: {error}"))
+
+    def _check_time(self, load: Load) -> None:
+        """Raises the load's failure when no further copy may begin."""
+        self.check(load)
+        if self._limits.clock() >= self._limits.steal_at:
+            late = "the request's deadline is too near for another read; allow it more time"
+            load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
 
     def _delivered(self, load: Load) -> None:
         if not load.missing and not self._stands(load):

@@ -6,8 +6,8 @@ given to another request. So a reader that finds the value after its copies know
 find it knows nothing, and asks.
 
 The processor keeps the order: a store to the word comes before the owner's later ones to the blocks, and the reader's
-look at it after its reads of them. (Both are plain memory accesses with calls into the interpreter and its lock between
-them, which are barriers everywhere.)
+look at it after its reads of them. (Calls into the interpreter and its lock, and that into the system
+by which the word is read, lie between them and are barriers everywhere.)
 
 Words of a process that has ended say nothing: its device memory may belong to somebody else by now. The owner holds a
 lock on the file (an OFD lock) that ends with it.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import mmap
 import os
 import struct
 import sys
@@ -26,7 +25,6 @@ import sys
 import numpy as np
 
 from cache_store.memory.shared_memory import MemoryFile, open_file
-from cache_store.memory.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 
 WORDS = 8192
@@ -88,28 +86,26 @@ def make_lease_words() -> LeaseWords | None:
 
 
 class PeerWords:
-    """A peer's words. Raises MemoryUnavailable."""
+    """A peer's words. They are read by calls: memory of a file that its owner cuts short would end this process.
+
+    Raises MemoryUnavailable.
+    """
 
     def __init__(self, shared: pb.SharedLayer) -> None:
+        self._count = shared.bytes // _BYTES
         self._descriptor = open_file(shared.handle, shared.bytes)
-        try:
-            self._map = mmap.mmap(self._descriptor, shared.bytes, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            os.close(self._descriptor)
-            raise MemoryUnavailable(f"the words of the peer's leases cannot be mapped: {error}") from error
 
     def stands(self, word: pb.LeaseWord) -> bool:
         """Whether the lease stood up to now. False: it is not known."""
-        at = word.index * _BYTES
-        if not word.value or at + _BYTES > len(self._map):
+        if not word.value or word.index >= self._count:
             return False
-        if int.from_bytes(self._map[at : at + _BYTES], sys.byteorder) != word.value:
-            return False
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # of what is no such file, whatever its name is
+            said = os.pread(self._descriptor, _BYTES, word.index * _BYTES)
+            if said != word.value.to_bytes(_BYTES, sys.byteorder):
+                return False
             held = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, _lock(fcntl.F_RDLCK))
             return bool(_FLOCK.unpack(held)[0] != fcntl.F_UNLCK)
         return False
 
     def close(self) -> None:
-        self._map.close()
         os.close(self._descriptor)

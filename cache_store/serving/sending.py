@@ -35,6 +35,9 @@ from rpc.errors import BatonError, ErrorCode
 
 HEARTBEAT_S = 0.05  # at most so often RUNNING is repeated while only blocks become ready that the reader does not want
 MOST_LAYERS = 256  # of which one event of the one-sided transports speaks
+# In the runs of one such event, unless a single layer has more: layers whose blocks differ, as those of several groups
+# do, are said one by one, and the events of a long prompt with scattered blocks would be larger than gRPC takes.
+MOST_NUMBERS = 1 << 17
 # An event of host memory from this size on, a block that is larger than events are otherwise, is put together by a
 # worker. For less, the change of threads costs more than the copy: a quarter of the rate of a load.
 WORKER_BYTES = 2 << 20
@@ -518,15 +521,19 @@ class NoticeSender(Sender):
 
     async def _advance(self) -> bool:
         notices: list[pb.Notice] = []
-        pieces = size = layers = 0
-        while layers < MOST_LAYERS and (run := self._reader.next_run()) is not None:
+        pieces = size = layers = numbers = 0
+        while layers < MOST_LAYERS and numbers < MOST_NUMBERS and (run := self._reader.next_run()) is not None:
             layers += 1
             blocks = await self._chosen(run)
             if blocks:
+                before = len(notices)
                 announce(notices, run, blocks, self._reader.lease.blocks[run.wanted.layout.tag])
+                numbers += sum(len(notice.block_runs) + len(notice.source_runs) for notice in notices[before:])
                 pieces += len(blocks)
                 size += run.wanted.piece_bytes * len(blocks)
         if notices:
             await self._say(pb.LoadEvent(notices=notices), "pieces")
+            if numbers >= MOST_NUMBERS:
+                await self._flush()
             self._count_sent(pieces, size)
         return bool(notices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import grpc
@@ -11,15 +11,28 @@ import numpy as np
 import pytest
 
 from cache_store import agent as agent_module
+from cache_store.agent import GroupLayout
 from cache_store.loading import peers as peers_module
 from cache_store.memory.lease_words import PeerWords
+from cache_store.serving import sending
 from cache_store.serving.lease import LeaseTable
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import from_rpc_error
-from tests.unit.cache_store.agents import LAYOUT, HeldClock, Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.agents import (
+    LAYOUT,
+    WINDOW,
+    HeldClock,
+    Node,
+    assert_clean,
+    key_of,
+    nodes,
+    prefill_result,
+    settings,
+    until,
+)
 from tests.unit.cache_store.shared import SharedNode
 from tests.unit.cache_store.staged import Pair, StagedNode, make_pair
 
@@ -108,15 +121,20 @@ def test_ipc_when_it_is_demanded_between_two_machines_then_the_error_says_what_i
 
 
 def load_of_two(transport: str = "ipc") -> pb.LoadRequest:
+    return load_of((LAYOUT,), {"full": [5, 9]}, transport)
+
+
+def load_of(groups: Sequence[GroupLayout], ids: dict[str, list[int]], transport: str = "ipc") -> pb.LoadRequest:
     return pb.LoadRequest(
         reference=pb.KvReference(engine_id="prefill", request_key=KEY),
         wanted=[
             pb.WantedBlocks(
-                group="full", block_size=LAYOUT.block_size, first_block=0, num_blocks=2, num_layers=LAYOUT.num_layers,
-                block_bytes=LAYOUT.block_bytes, partition_count=1, partition_id=0,
+                group=group.tag, block_size=group.block_size, first_block=0, num_blocks=len(ids[group.tag]),
+                num_layers=group.num_layers, block_bytes=group.block_bytes, partition_count=1, partition_id=0,
             )
+            for group in groups
         ],
-        prompt_tokens=2 * LAYOUT.block_size,
+        prompt_tokens=len(ids[groups[0].tag]) * groups[0].block_size,
         checksum="all",
         chunk_bytes=1 << 16,
         transport=transport,
@@ -157,6 +175,34 @@ def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(dir
     assert event.done.pieces == 2 * LAYOUT.num_layers and not event.data and not event.HasField("pieces")
     prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
     prefill.lease_ended()
+
+
+def test_notices_when_they_are_many_then_no_event_is_larger_than_its_limit_and_all_of_them_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of two groups are about other blocks in each layer, and a long prompt has many scattered ones."""
+    monkeypatch.setattr(sending, "MOST_NUMBERS", 8)
+    groups, ids = (LAYOUT, WINDOW), {"full": [9, 4, 7, 2], "window": [3, 8]}
+    chosen, tokens = settings(transport="ipc"), 4 * LAYOUT.block_size
+    with nodes(
+        SharedNode("prefill", chosen, seed=1, layouts=groups), SharedNode("decode", chosen, seed=2, layouts=groups)
+    ) as (prefill, decode):
+        prefill.agent.admit(KEY, 1, tokens, ids, tokens)
+        prefill.agent.computed(KEY, prefill_result(), True)
+        with grpc.insecure_channel(prefill.address) as channel:
+            events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_of(groups, ids), timeout=WAIT_S))
+        sizes = [sum(len(each.block_runs) + len(each.source_runs) for each in event.notices) for event in events]
+        assert max(sizes) <= 8 + 10 and sum(size > 0 for size in sizes) > 1, "a layer of four scattered blocks has ten"
+        prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED))
+        prefill.lease_ended()
+        prefill.agent.admit(key_of(2), 2, tokens, ids, tokens)
+        prefill.agent.computed(key_of(2), prefill_result(), True)
+        own = {"full": (0, [1, 3, 5, 7]), "window": (0, [2, 6])}
+        decode.agent.load(key_of(2), prefill.source, tokens, own, 60.0)
+        decode.load_done()
+        for tag, (_, blocks) in own.items():
+            np.testing.assert_array_equal(decode.blocks(blocks, tag), prefill.blocks(ids[tag], tag))
+        prefill.lease_ended()
 
 
 @pytest.mark.parametrize("code", [ErrorCode.EXECUTION_EXCEPTION, ErrorCode.REQUEST_TOMBSTONED])

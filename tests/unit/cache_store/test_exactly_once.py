@@ -17,8 +17,8 @@ from cache_store.loading.load import Load
 from cache_store.serving.sending import HostSender, Sender
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, settings, until
-from tests.unit.cache_store.staged import make_pair
+from tests.unit.cache_store.agents import LAYOUT, HeldClock, Node, assert_clean, key_of, nodes, settings, until
+from tests.unit.cache_store.staged import StagedNode, make_pair
 
 KEY = key_of(1)
 
@@ -266,3 +266,23 @@ def test_read_when_the_deadline_is_near_then_none_begins_and_the_answer_comes_be
         assert decode.load_failed().error.code is ErrorCode.GENERATE_TIMEOUT
         assert time.monotonic() - began < 15
         prefill.lease_ended()
+
+
+def test_read_of_several_layers_when_the_deadline_comes_near_in_its_middle_then_no_further_copy_begins() -> None:
+    clock = HeldClock()
+    limits = settings(transport="ipc", staging_slots=1, steal_before_deadline_s=30.0, return_before_deadline_s=20.0)
+    with nodes(StagedNode("prefill", limits, seed=1), StagedNode("decode", limits, seed=2, clock=clock)) as (
+        prefill,
+        decode,
+    ):
+        assert isinstance(decode, StagedNode)
+        decode.gate.close()
+        prefill.stage(KEY, [5, 6])
+        decode.load(prefill.source, KEY, [1, 2], deadline_s=100.0)
+        assert decode.gate.reached.wait(20)  # the copy of one layer is under way, and the next one waits for its slot
+        clock.move(75.0)
+        decode.gate.open()
+        failed = decode.load_failed()
+        assert failed.error.code is ErrorCode.GENERATE_TIMEOUT and failed.missing > 0
+        prefill.lease_ended()
+        assert_clean(prefill, decode)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 
 import pytest
 
-from cache_store.memory.lease_words import LeaseWords, PeerWords
+from cache_store.memory.lease_words import WORDS, LeaseWords, PeerWords
 from cache_store.memory.staging import MemoryUnavailable
 from protos import cache_store_pb2 as pb
 
@@ -88,4 +89,16 @@ def test_words_that_are_fewer_than_said_then_they_are_not_opened() -> None:
     shared.bytes += 8
     with pytest.raises(MemoryUnavailable, match="smaller than said"):
         PeerWords(shared)
+    own.close()
+
+
+def test_words_when_their_owner_cuts_the_file_short_then_they_say_nothing() -> None:
+    """Without an end of this process, as memory of a file has it that is too short."""
+    own = LeaseWords(WORDS)
+    peer = PeerWords(own.describe())
+    first = word(own.take())
+    assert peer.stands(first)
+    os.ftruncate(own._file.descriptor, 0)
+    assert not peer.stands(first)
+    peer.close()
     own.close()

@@ -31,6 +31,7 @@ from cache_store.nixl.link import NixlLink, ReadFailed
 from cache_store.observations import ignore
 from cache_store.offering import make_offer
 from protos import cache_store_pb2 as pb
+from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extended
 from tests.integration.cluster import ROOT, process_exists
@@ -42,6 +43,12 @@ from tests.unit.cache_store.staged import GatedCopies, HeldMark
 KEY = key_of(1)
 WAIT_S = 20.0
 Pair = tuple[Node, Node]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.disarm()
 
 
 @pytest.fixture
@@ -153,6 +160,7 @@ def test_read_when_the_peer_stands_still_then_blocks_come_back_once_the_own_proc
 @pytest.mark.usefixtures("over_tcp")
 @pytest.mark.extended
 def test_read_when_the_lease_ends_before_it_is_done_then_the_load_fails() -> None:
+    faults.arm("cache_store.renew:drop,side=decode")  # which keep the lease while reads go on
     with pair(lease_seconds=2.0) as (prefill, decode):
         warm_up(prefill, decode)
         with standing_still(pid_of(prefill)):
