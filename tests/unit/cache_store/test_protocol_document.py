@@ -16,6 +16,7 @@ from cache_store.serving.lease import Lease, LeaseState
 from cache_store.serving.parking import Parked, ParkedState, ParkingTable
 from cache_store.serving.reader import Caller, Reader
 from cache_store.settings import AgentSettings
+from cache_store.transports import TCP, TRANSPORTS
 from protos import cache_store_pb2 as pb
 from protos import common_pb2
 from rpc.errors import BatonError, ErrorCode
@@ -326,9 +327,13 @@ def test_limits_of_the_document_are_the_defaults_of_the_code() -> None:
     named = dict(re.findall(r"`([a-z_]+)` ([\d.]+)", text))
     defaults = {name: getattr(AgentSettings(), name) for name in AgentSettings.__dataclass_fields__}
     assert set(named) <= set(defaults)
+    # By transport, in MiB.
+    ((by_tcp, otherwise),) = re.findall(r"`chunk_bytes` (\d+) MiB with tcp, else (\d+) MiB", text)
+    for transport in TRANSPORTS:
+        mebibytes = int(by_tcp if transport == TCP else otherwise)
+        assert AgentSettings().chunk_bytes_of(transport) == mebibytes << 20, transport
     for name, value in named.items():
-        expected = defaults[name] / (1 << 20) if name == "chunk_bytes" else defaults[name]
-        assert float(value) == expected, name
+        assert name == "chunk_bytes" or float(value) == defaults[name], name
     assert set(defaults) - set(named) == {"checksum", "transport", "bulk_channels", "data_port"}
 
 
