@@ -345,6 +345,7 @@ def copies(shape: str, tokens: int) -> list[dict[str, Any]]:
     from cache_store.geometry.rows import block_rows
     from cache_store.memory.cuda_pool import CudaKvPool
     from cache_store.settings import AgentSettings
+    from cache_store.transports import TRANSPORTS
     from kernels import block_copy
 
     facts = SHAPES[shape]
@@ -360,7 +361,8 @@ def copies(shape: str, tokens: int) -> list[dict[str, Any]]:
     shape_of = (2 * blocks, 2, layout.num_kv_heads, BLOCK, layout.head_dim)
     layers = [torch.randn(shape_of, device="cuda", dtype=torch.bfloat16) for _ in range(layout.num_layers)]
     engine = CudaKvPool([layout], {"full": layers}, block_copy).copies
-    per_slot = max(1, AgentSettings.chunk_bytes // layout.block_bytes)
+    largest = max(map(AgentSettings().chunk_bytes_of, TRANSPORTS))  # as agents have them
+    per_slot = max(1, largest // layout.block_bytes)
     slots = engine.allocate(AgentSettings.staging_slots, per_slot * layout.block_bytes)
     scattered = random.Random(3).sample(range(2 * blocks), blocks)
     rows = []
