@@ -345,7 +345,6 @@ def copies(shape: str, tokens: int) -> list[dict[str, Any]]:
     from cache_store.geometry.rows import block_rows
     from cache_store.memory.cuda_pool import CudaKvPool
     from cache_store.settings import AgentSettings
-    from cache_store.transports import TRANSPORTS
     from kernels import block_copy
 
     facts = SHAPES[shape]
