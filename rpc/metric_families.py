@@ -303,10 +303,9 @@ KV_FAMILIES = (
     _f("kv_transport_fallbacks_total", "c", _SERVERS, "transport reason",
        "Transports left out because they do not work here",
        transport="ipc nixl tcp", reason="absent failed"),
-    _f("kv_lease_proofs_total", "c", (D,), "transport by",
-       "Reads of a prefill server's memory that were found to be the lease's all along: by the word that it shares "
-       "on one machine, or by a call",
-       transport="ipc nixl", by="word call"),
+    _f("kv_lease_proof_calls_total", "c", (D,), "",
+       "Loads that read a prefill server's memory and asked it whether the lease had stood: all by nixl, and by ipc "
+       "those that no shared word told"),
     _f("kv_data_connections_total", "c", _SERVERS, "result",
        "Connections to the data port, each time that a load takes one or one is refused or ends",
        result="used unknown_token silent idle lost refused"),

@@ -257,14 +257,13 @@ class FetchLanding(_CopyLanding):
             load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
 
     def _delivered(self, load: Load) -> None:
-        if not load.missing and not self._stands(load):
+        if not load.missing and not self._stands():
             self._begin_to_ask(load)
 
-    def _stands(self, load: Load) -> bool:
+    def _stands(self) -> bool:
         """Whether the lease's word says that it stood up to now. False: the peer has to be asked."""
         if not self._proven and self._word is not None and self._proofs.stands(self._word):
             self._proven = True
-            load.observe("kv_lease_proofs_total", transport=load.transport, by="word")
         return self._proven
 
     def _begin_to_ask(self, load: Load) -> None:
@@ -273,9 +272,9 @@ class FetchLanding(_CopyLanding):
             self._proof = asyncio.get_running_loop().create_task(self._ask(load))
 
     async def _ask(self, load: Load) -> None:
+        load.observe("kv_lease_proof_calls_total")
         try:
             await self._proofs.prove()
-            load.observe("kv_lease_proofs_total", transport=load.transport, by="call")
         except BatonError as error:
             if error.code in _NOT_THEIRS or blames_request(error):
                 raise

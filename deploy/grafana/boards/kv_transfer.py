@@ -67,11 +67,10 @@ KV_TRANSFER = Board(
                               "Per second, by what asked for it."),
                 PLACES.counts("Expirations", "short", "baton_kv_lease_expirations_total", "instance, cause",
                               "Leases per second that ended on their own."),
-                PLACES.counts("Proofs of one-sided reads", "short", "baton_kv_lease_proofs_total",
-                              "instance, transport, by",
-                              "Loads per second, by how they were found to be the lease's: the word that costs no "
-                              "call, or a call. Calls alone with ipc: the prefill server has no word left, or cannot "
-                              "share any."),
+                PLACES.counts("Calls that prove one-sided reads", "short", "baton_kv_lease_proof_calls_total",
+                              "instance",
+                              "Loads per second that asked whether they had read the lease's blocks: each by nixl, and "
+                              "by ipc those of a prefill server that has no lease word left, or cannot share any."),
                 SERVERS.counts("Stale references", "short", "baton_kv_stale_references_total", "instance, kind",
                                "References per second to blocks that were no longer, or never, valid."),
                 SERVERS.quantiles("Quarantine", "s", "baton_kv_quarantine_seconds", "instance",

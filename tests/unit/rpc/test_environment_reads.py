@@ -14,6 +14,7 @@ OF_PROCESSES = ("cache_store/tiers/mooncake_client.py", "cache_store/tiers/moonc
 STARTING = {
     "cache_store/nixl/agent.py": {"load_bindings"},
     "cache_store/nixl/link.py": {"__init__"},
+    "engine/loader/digest_cache.py": {"of_user"},
     "engine/rank_processes.py": {"_environment"},
     "kernels/cpu/library.py": {"load", "_folder"},
     "router/grammar/helper_process.py": {"_start"},
