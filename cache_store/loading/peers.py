@@ -17,6 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from cache_store import handshake
+from cache_store.failures import again
 from cache_store.geometry.layout import AgentIdentity
 from cache_store.memory.fetching import Fetcher
 from cache_store.memory.lease_words import PeerWords
@@ -129,6 +130,9 @@ class Peer:
     not_yet: set[str] = field(default_factory=set)  # transports that are being made ready here
     again_at: float = math.inf  # when another handshake may agree on a better transport
     lost_at: float = 0.0
+    not_reached: BatonError | None = None  # what the last attempt to reach `not_reached_engine` ended with
+    not_reached_engine: str = ""
+    not_reached_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def forget_memory(self) -> None:
@@ -217,11 +221,15 @@ class Peers:
         PEER_RESTARTED, INCOMPATIBLE_PEER, ASYMMETRIC_TP_FAILED.
         """
         peer = self.get(address)
+        asked_at = self._clock()
         async with peer.lock:
             connected = peer.state is PeerState.CONNECTED and peer.engine_id == engine_id
             usable = peer.memory is None or peer.memory.usable
             if connected and usable and self._clock() < peer.again_at:
                 return peer
+            missed = peer.not_reached
+            if missed is not None and peer.not_reached_engine == engine_id and peer.not_reached_at >= asked_at:
+                raise again(missed)  # found out while this one waited: nobody waits for a time-out after another
             peer.not_yet.clear()
             attempts = 1 + self._settings.connect_retries
             while True:
@@ -231,8 +239,12 @@ class Peers:
                         pass  # every time with one transport less
                     return peer
                 except BatonError as error:
-                    if error.code not in _NOT_REACHED or attempts <= 0:
+                    if error.code not in _NOT_REACHED:
                         raise
+                    if attempts <= 0:
+                        peer.not_reached, peer.not_reached_engine = error, engine_id
+                        peer.not_reached_at = self._clock()
+                        raise again(error) from None
 
     async def _shake_hands(self, peer: Peer, engine_id: str) -> bool:
         """False: the transport that was agreed upon does not work; the next attempt leaves it out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +42,29 @@ def test_connection_when_it_fails_twice_then_it_is_tried_as_often_as_the_setting
             prefill.agent.fail(KEY, failed.error)
             decode.agent.cancel_load(KEY, failed.error)
         prefill.lease_ended()
+        assert_clean(prefill, decode)
+
+
+def test_connection_when_it_fails_then_all_who_waited_for_it_fail_with_it(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    point = "cache_store.handshake"
+    faults.arm(f"{point}:delay=30,side=decode,while={hold};{point}:raise=CACHE_STORE_LOAD_CONNECT_FAILED,side=decode")
+    keys = [key_of(number) for number in range(4)]
+    with nodes(Node("prefill", seed=1), Node("decode", seed=2)) as (prefill, decode):
+        for number, key in enumerate(keys):
+            decode.load(prefill.source, key, [number])
+        peer = decode.agent._pulling.peers.get(prefill.address)
+        until(lambda: len(peer.lock._waiters or ()) == len(keys) - 1, "the others wait")  # type: ignore[attr-defined]
+        hold.unlink()
+        for _ in keys:
+            failed = decode.load_failed()
+            assert failed.error.code is ErrorCode.CACHE_STORE_LOAD_CONNECT_FAILED
+            decode.agent.cancel_load(failed.request_key, failed.error)
+        assert faults.fired(point) == 2, "one attempt, by both rules"
+        decode.load(prefill.source, key_of(9), [9])  # whoever comes later tries again
+        decode.agent.cancel_load(key_of(9), decode.load_failed().error)
+        assert faults.fired(point) > 2
         assert_clean(prefill, decode)
 
 
