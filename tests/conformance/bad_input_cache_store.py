@@ -210,7 +210,7 @@ CACHE_STORE_ROWS: tuple[Row, ...] = (
       for name, value in (("num_layers", 4), ("num_kv_heads", 8), ("head_dim", 64), ("block_size", 24),
                           ("dtype", "float16"))),
     Row("handshake: another group", handshake(group_tag="swa"), 8604, ("groups",)),
-    Row("handshake: no common transport", handshake(transports=["rdma"]), 8604, ("transports",)),
+    Row("handshake: no common transport", handshake(transports=["rdma"]), 8604, ("no transport",)),
     Row("handshake: not UTF-8", call(STORE, "CacheStore/Handshake", field(2, NO_UTF8)), 604),
     # load: absent fields
     *(Row(f"load: {name} is absent", load(**{name: ...}), 604, (f"{name} is required",), name)

@@ -157,6 +157,7 @@ _LISTS = {
         "baton_kv_blocks_skipped_total",
         "baton_kv_transfer_seconds outcome=ok", "baton_kv_transfer_exposed_seconds", "baton_kv_transfer_size_bytes",
         "baton_kv_transfer_bytes_total direction=received", "baton_kv_transfer_pieces_total result=ok",
+        "baton_kv_lease_proof_calls_total",  # none, and that is shown
         *(f"baton_stage_seconds stage={stage}" for stage in ("prepare", "allocate", "load", "wait_to_run")),
     },
     "router": ROUTER_ANY | chosen("prefill") | chosen("decode") | {
