@@ -203,8 +203,7 @@ class FetchLanding(_CopyLanding):
 
     Nothing keeps the peer from giving the blocks to another request meanwhile, so once everything is here the lease's
     word says whether it stood all the time (`memory.lease_words`). Where there is none, or it says nothing, the peer is
-    asked; that overlaps with the end of the prefill. A failed load may leave bytes of other requests in the
-    blocks.
+    asked; that overlaps with the end of the prefill. A failed load may leave bytes of other requests in the blocks.
     """
 
     def __init__(

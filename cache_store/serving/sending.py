@@ -171,19 +171,21 @@ class Sender(ABC):
             rank=self._link.rank,
         )
 
-    def _header(self, run: Run, blocks: Sequence[int], **more: Any) -> pb.PieceHeader:
-        wanted = run.wanted
-        return pb.PieceHeader(
-            group=wanted.layout.tag, layer=run.layer, blocks=blocks, block_bytes=wanted.piece_bytes, **more
-        )
-
     def _encode(self, run: Run, blocks: Sequence[int], views: Sequence[memoryview]) -> bytes:
         """The event with `blocks` of `run`, whose bytes are the views. Reads them, once."""
         sums: list[int] = []
         if checksum.covered(self._link.checksum, run.layer, blocks[0]):
             for view in views:
                 sums += checksum.checksums(view, run.wanted.piece_bytes)
-        message = wire.encode_piece(self._header(run, blocks, checksums=sums), views)
+        wanted = run.wanted
+        header = pb.PieceHeader(
+            group=wanted.layout.tag,
+            layer=run.layer,
+            blocks=blocks,
+            block_bytes=wanted.piece_bytes,
+            checksums=sums,
+        )
+        message = wire.encode_piece(header, views)
         if self._damaged(run):
             return damaged(message, len(message) - sum(view.nbytes for view in views))  # the payload comes last
         return message
