@@ -51,7 +51,7 @@ from cache_store.serving.service import CacheStoreService
 from cache_store.settings import AgentSettings
 from cache_store.staged_requests import StagedRequests, store_failed
 from cache_store.tcp.listener import DataListener
-from cache_store.transports import IPC, NIXL, TCP
+from cache_store.transports import IPC, NIXL, ONE_SIDED, TCP
 from cache_store.wire import SERVICE
 from protos import common_pb2
 from rpc import faults
@@ -117,9 +117,10 @@ class CacheStoreAgent:
             self._marks = Completions("kv-marks")
         # Threads begin with the first event that is large enough for them.
         self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
-        self._words = make_lease_words() if IPC in self._offer.memories else None
-        if self._words is not None:
-            self._offer = replace(self._offer, lease_words=self._words.describe())
+        shown = ONE_SIDED & (self._offer.memories.keys() | self._offer.on_demand)
+        self._words = make_lease_words() if shown else None
+        if self._words is not None and IPC in shown:
+            self._offer.memories[IPC].words.MergeFrom(self._words.describe())
         self._table = LeaseTable(
             identity.groups,
             lease_seconds=settings.lease_seconds,
@@ -136,7 +137,7 @@ class CacheStoreAgent:
         self._nixl: NixlLink | None = None
         regions = pool.regions()
         if NIXL in self._offer.transports and regions is not None:
-            self._nixl = NixlLink(f"{identity.engine_id}/{identity.rank}", regions, observe)
+            self._nixl = NixlLink(f"{identity.engine_id}/{identity.rank}", regions, observe, words=self._words)
             self._fetchers[NIXL] = NixlFetcher(self._nixl, self._nixl_alone, self._workers)
         self._listener = DataListener(identity.engine_id, settings, observe) if TCP in self._offer.transports else None
         self._service = CacheStoreService(

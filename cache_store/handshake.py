@@ -138,7 +138,6 @@ def answer(
         checksum=stricter(request.checksum, checksum),
         lease_seconds=lease_seconds,
         better_soon=better_soon,
-        lease_words=offer.lease_words if transport == IPC else None,
     )
 
 

@@ -37,8 +37,7 @@ class Offer:
 
     `memories`: of each one-sided transport, how the peer reaches this engine's KV memory; one that is not there can be
     used to read from others only. `on_demand`: those of which that is found out when a peer asks. `data_port`: where
-    this side listens for connections of tcp; 0: it does not. `lease_words`: where peers of this machine see whether
-    leases stand (`memory.lease_words`).
+    this side listens for connections of tcp; 0: it does not.
     """
 
     transports: tuple[str, ...] = (GRPC,)
@@ -46,7 +45,6 @@ class Offer:
     memories: Mapping[str, pb.SharedPool] = field(default_factory=dict)
     on_demand: frozenset[str] = frozenset()
     data_port: int = 0
-    lease_words: pb.SharedLayer | None = None
 
     def serves(self, transport: str) -> bool:
         """Whether peers may read this engine's blocks in that way; ipc from the same machine alone."""

@@ -304,8 +304,8 @@ KV_FAMILIES = (
        "Transports left out because they do not work here",
        transport="ipc nixl tcp", reason="absent failed"),
     _f("kv_lease_proof_calls_total", "c", (D,), "",
-       "Loads that read a prefill server's memory and asked it whether the lease had stood: all by nixl, and by ipc "
-       "those that no shared word told"),
+       "Loads that read a prefill server's memory and had to ask it whether the lease had stood, because no word there "
+       "told"),
     _f("kv_data_connections_total", "c", _SERVERS, "result",
        "Connections to the data port, each time that a load takes one or one is refused or ends",
        result="used unknown_token silent idle lost refused"),

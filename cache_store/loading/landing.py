@@ -193,7 +193,7 @@ class Proofs:
     asks the peer, and raises why not; `renew` asks it to keep the lease, while copies go on after its last event.
     """
 
-    stands: Callable[[pb.LeaseWord], bool]
+    stands: Callable[[pb.LeaseWord], Awaitable[bool]]
     prove: Callable[[], Awaitable[object]]
     renew: Callable[[], Awaitable[object]]
 
@@ -226,7 +226,6 @@ class FetchLanding(_CopyLanding):
         self._proofs = proofs
         self._proof: asyncio.Task[None] | None = None
         self._word: pb.LeaseWord | None = None
-        self._proven = False  # everything is here, and was the lease's
         memory.hold()
 
     async def begin(self, load: Load, started: pb.Started) -> None:
@@ -256,22 +255,15 @@ class FetchLanding(_CopyLanding):
             load.fail_with(BatonError(ErrorCode.GENERATE_TIMEOUT, late))
 
     def _delivered(self, load: Load) -> None:
-        if not load.missing and not self._stands(load):
-            self._begin_to_ask(load)
-
-    def _stands(self, load: Load) -> bool:
-        """Whether the lease's word says that it stood up to now. False: the peer has to be asked."""
-        if not self._proven and self._word is not None and self._proofs.stands(self._word):
-            self._proven = True
-            load.observe("kv_lease_proof_calls_total", 0)  # the series is there, and says that nobody was asked
-        return self._proven
-
-    def _begin_to_ask(self, load: Load) -> None:
-        if self._proof is None:
+        if not load.missing and self._proof is None:
             # Its owner is this landing: `settle` takes its result, `quiet` ends it.
-            self._proof = asyncio.get_running_loop().create_task(self._ask(load))
+            self._proof = asyncio.get_running_loop().create_task(self._prove(load))
 
-    async def _ask(self, load: Load) -> None:
+    async def _prove(self, load: Load) -> None:
+        """Returns when the lease is known to have stood up to now."""
+        if self._word is not None and await self._proofs.stands(self._word):
+            load.observe("kv_lease_proof_calls_total", 0)  # the series is there, and says that nobody was asked
+            return
         load.observe("kv_lease_proof_calls_total")
         try:
             await self._proofs.prove()

@@ -148,9 +148,9 @@ class LegStreams:
 
             words = peer.memory.words
 
-            def stands(word: pb.LeaseWord) -> bool:
+            async def stands(word: pb.LeaseWord) -> bool:
                 unseen = armed() and fault("cache_store.lease_word", key=job.key, rank=self._identity.rank)
-                return words is not None and not unseen and words.stands(word)
+                return words is not None and not unseen and await words.stands(word)
 
             limits = FetchLimits(
                 steal_at=job.deadline - self._settings.steal_before_deadline_s,

@@ -20,14 +20,14 @@ from cache_store import handshake
 from cache_store.failures import again
 from cache_store.geometry.layout import AgentIdentity
 from cache_store.memory.fetching import Fetcher
-from cache_store.memory.lease_words import PeerWords
+from cache_store.memory.lease_words import WordReader
 from cache_store.memory.staging import MemoryUnavailable, PeerMemory
 from cache_store.nixl.link import START_S as NIXL_START_S
 from cache_store.nixl.link import NixlUnavailable, NotYet
 from cache_store.observations import Observe
 from cache_store.settings import AgentSettings
 from cache_store.tcp.dialer import DataDialer
-from cache_store.transports import GRPC, IPC, NIXL, ONE_SIDED, TCP, Offer
+from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
@@ -61,8 +61,8 @@ class OpenMemory:
     """Memory of a peer's engine, opened for reads by `fetcher`. It is closed when it has been retired and no load reads
     it any more: a mapping keeps the memory of an engine that has ended, so a lost peer's is given up."""
 
-    def __init__(self, memory: PeerMemory, fetcher: Fetcher, words: PeerWords | None = None) -> None:
-        """`words`: those of the peer's leases."""
+    def __init__(self, memory: PeerMemory, fetcher: Fetcher, words: WordReader | None = None) -> None:
+        """`words`: those of the peer's leases; None: it has to be asked about them."""
         self.memory = memory
         self.fetcher = fetcher
         self.words = words
@@ -99,16 +99,6 @@ def _close(memory: PeerMemory) -> None:
         memory.close()
     except Exception:
         _log.exception("cache store: the memory of a lost peer cannot be closed")
-
-
-def _open_words(response: pb.HandshakeResponse) -> PeerWords | None:
-    if response.transport != IPC or not response.HasField("lease_words"):
-        return None
-    try:
-        return PeerWords(response.lease_words)
-    except MemoryUnavailable as error:  # the peer is asked then
-        _log.info("peer's engine %s: %s", response.engine_id, error)
-        return None
 
 
 @dataclass(eq=False)
@@ -322,7 +312,8 @@ class Peers:
         fetcher = self._fetchers[transport]
         try:
             self._check_shared(shared)
-            return OpenMemory(await fetcher.open(shared), fetcher, _open_words(response))
+            memory = await fetcher.open(shared)
+            return OpenMemory(memory, fetcher, fetcher.words(memory, shared) if shared.HasField("words") else None)
         except NotYet:
             peer.not_yet.add(transport)
             return None

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from typing import Protocol
 
 from cache_store.geometry.rows import Rows
+from cache_store.memory.lease_words import WordReader, open_words
 from cache_store.memory.pool import HostKvPool
 from cache_store.memory.row_copies import RowCopy, check_rows
 from cache_store.memory.shared_memory import MappedPool
@@ -43,6 +44,10 @@ class Fetcher(Protocol):
         why; to cancel it does not end the copy. `after`: a point of the computation up to which the rows are still in
         use. Raises IndexError, before the first copy, for rows that the peer's memory does not have.
         """
+        ...
+
+    def words(self, memory: PeerMemory, shared: pb.SharedPool) -> WordReader | None:
+        """Those of the leases of a peer that shows some and whose memory is open. None: it has to be asked."""
         ...
 
     def usable(self, memory: PeerMemory) -> bool:
@@ -123,6 +128,9 @@ class DeviceFetcher:
         self._staging.when_written(ticket, completed)
         return done
 
+    def words(self, memory: PeerMemory, shared: pb.SharedPool) -> WordReader | None:
+        return open_words(shared)
+
     def usable(self, memory: PeerMemory) -> bool:
         return True
 
@@ -180,6 +188,9 @@ class HostFetcher:
 
         self._workers.submit(run)
         return done
+
+    def words(self, memory: PeerMemory, shared: pb.SharedPool) -> WordReader | None:
+        return open_words(shared)
 
     def usable(self, memory: PeerMemory) -> bool:
         return True

@@ -4,6 +4,7 @@ What the library (tried: 1.5) promises less than its names say, and what is done
 
 * Releasing a transfer that is under way reports success, and so does forgetting its peer; its bytes are written
   nevertheless. So neither is done before the transfer's own state is final.
+* What it has taken in of metadata that are damaged near their end stays, and whole ones of that agent are refused.
 * A transfer that failed is reported with its first failing part. The others are given SETTLE_S to be thrown away.
 * Its progress thread spins unless it is given a delay; with one, it sleeps until there is something to do.
 """
@@ -23,12 +24,15 @@ from typing import Any
 
 import numpy as np
 
+from cache_store.memory.lease_words import WORD_BYTES
+
 # The first is a package without a library of its own, which picks one of the others by the CUDA version of PyTorch.
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
 PROGRESS_DELAY_US = 1_000_000
 SETTLE_S = 1.0
 _PROBE_BYTES = 64
+_LOOKS = 1024  # at words of peers, at once
 _NAME_MARK = b"nixlSerDes|Agent"
 
 # The library reports on stderr what is said by its answers already.
@@ -88,12 +92,23 @@ class _Known:
     under_way: int = 0
 
 
+@dataclass(frozen=True)
+class TheirMemory:
+    """A peer's: address and bytes of each layer, in host memory or on its CUDA device `device`, and of the words of its
+    leases, in host memory (0 bytes: there are none)."""
+
+    on_device: bool
+    device: int
+    layers: Sequence[tuple[int, int]]
+    words: tuple[int, int]
+
+
 @dataclass(eq=False)
 class _Opened:
     known: _Known
     kind: Any
     device: int
-    layers: Sequence[tuple[int, int]]
+    memory: TheirMemory
 
 
 @dataclass(eq=False)
@@ -107,7 +122,8 @@ class _Transfer:
 
 
 class NixlAgent:
-    """`layers`: address and bytes of each layer of the own pool, in host memory or on CUDA device `device`."""
+    """`layers`: address and bytes of each layer of the own pool, in host memory or on CUDA device `device`; `words`:
+    those of the own words, 0 when there are none."""
 
     def __init__(
         self,
@@ -115,6 +131,7 @@ class NixlAgent:
         on_device: bool,
         device: int,
         layers: Sequence[tuple[int, int]],
+        words: tuple[int, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises NixlAbsent or NixlProblem."""
@@ -127,6 +144,8 @@ class NixlAgent:
         self._known: dict[bytes, _Known] = {}
         self._transfers: list[_Transfer] = []
         self._scratch = np.zeros(_PROBE_BYTES, np.uint8)
+        self._seen = np.zeros(_LOOKS, np.uint64)
+        self._unused = list(range(_LOOKS))  # of those
         try:
             config = nixl.nixlAgentConfig()
             config.useProgThread, config.useListenThread = True, False
@@ -135,7 +154,8 @@ class NixlAgent:
             self._agent = nixl.nixlAgent(name, config)
             self._agent.createBackend(BACKEND, {})
             self._register(self._kind, [(address, size, self._device, "") for address, size in layers])
-            self._register(nixl.DRAM_SEG, [(self._scratch.ctypes.data, _PROBE_BYTES, 0, "")])
+            own = [(each.ctypes.data, each.nbytes) for each in (self._scratch, self._seen)]
+            self._register(nixl.DRAM_SEG, [(*each, 0, "") for each in (*own, words) if each[1]])
             self.metadata: bytes = self._agent.getLocalMD()
         except Exception as error:
             raise NixlProblem(f"a NIXL agent cannot be made: {_said(error)}") from error
@@ -151,9 +171,7 @@ class NixlAgent:
         self,
         peer: int,
         agent: bytes,
-        on_device: bool,
-        device: int,
-        layers: Sequence[tuple[int, int]],
+        memory: TheirMemory,
         within_s: float,
         then: Callable[[str], None],
     ) -> None:
@@ -164,12 +182,12 @@ class NixlAgent:
             then(str(problem))
             return
         known.users += 1
-        kind = self._nixl.VRAM_SEG if on_device else self._nixl.DRAM_SEG
-        self._peers[peer] = _Opened(known, kind, device if on_device else 0, layers)
-        address, size = layers[0]
+        kind = self._nixl.VRAM_SEG if memory.on_device else self._nixl.DRAM_SEG
+        opened = self._peers[peer] = _Opened(known, kind, memory.device if memory.on_device else 0, memory)
+        address, size = memory.layers[0]
         size = min(size, _PROBE_BYTES)
-        own = np.array([[self._scratch.ctypes.data, size, 0]], np.uint64)
-        theirs = np.array([[address, size, device if on_device else 0]], np.uint64)
+        own = _one(self._scratch.ctypes.data, size)
+        theirs = _one(address, size, opened.device)
 
         def ended(problem: str) -> None:
             if problem:
@@ -233,10 +251,30 @@ class NixlAgent:
             then("the peer's memory is not open")
             return
         first, length, to = _runs(source, target)
-        bases = [(opened.layers[source][0], self._layers[target][0]) for source, target in layers]
+        bases = [(opened.memory.layers[source][0], self._layers[target][0]) for source, target in layers]
         own = _descriptors([base for _, base in bases], to, length, unit_bytes, self._device)
         theirs = _descriptors([base for base, _ in bases], first, length, unit_bytes, opened.device)
         self._begin(opened.known, self._kind, own, opened.kind, theirs, then)
+
+    def read_word(self, peer: int, index: int, then: Callable[[str, int], None]) -> None:
+        """`then` is told what is wrong, or "" and the word of a peer's leases."""
+        opened = self._peers.get(peer)
+        if opened is None or not 0 <= index < opened.memory.words[1] // WORD_BYTES:
+            then("there is no such word", 0)
+            return
+        if not self._unused:
+            then("too many words are being looked at", 0)
+            return
+        place = self._unused.pop()
+
+        def ended(problem: str) -> None:
+            word = int(self._seen[place])
+            self._unused.append(place)
+            then(problem, word)
+
+        own = _one(self._seen.ctypes.data + place * WORD_BYTES, WORD_BYTES)
+        theirs = _one(opened.memory.words[0] + index * WORD_BYTES, WORD_BYTES)
+        self._begin(opened.known, self._nixl.DRAM_SEG, own, self._nixl.DRAM_SEG, theirs, ended)
 
     def _begin(
         self,
@@ -308,6 +346,11 @@ class NixlAgent:
 
 def _unheard(_problem: str) -> None:
     return
+
+
+def _one(address: int, size: int, device: int = 0) -> np.ndarray:
+    """The table of one descriptor."""
+    return np.array([[address, size, device]], np.uint64)
 
 
 def _said(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from rpc.errors import BatonError, ErrorCode
 # Reads of a load that has ended get so long to end, too. Then their process is ended, and with it whatever else is
 # being read by it: those loads can be repeated, while the blocks of the hanging ones could not be given back.
 HANG_S = 5.0
+LOOK_S = 1.0  # for a word to be read; then its owner is asked
 READ_BYTES = 32 << 20  # of one read, unless a layer has more; each that ends is a sign of progress
 
 
@@ -56,7 +57,7 @@ class NixlFetcher:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def ended(read: asyncio.Future[None]) -> None:
+        def ended(read: asyncio.Future[int]) -> None:
             failure = read.exception()
             settle(done, _lost(failure) if isinstance(failure, ReadFailed) else failure)
 
@@ -72,6 +73,10 @@ class NixlFetcher:
             waiting = loop.run_in_executor(self._workers, after.wait)
             waiting.add_done_callback(lambda reached: read(reached.exception()))
         return done
+
+    def words(self, memory: PeerMemory, shared: pb.SharedPool) -> NixlWords:
+        assert isinstance(memory, NixlPeer)
+        return NixlWords(self, memory)
 
     def usable(self, memory: PeerMemory) -> bool:
         assert isinstance(memory, NixlPeer)
@@ -102,6 +107,28 @@ class NixlFetcher:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+
+
+class NixlWords:
+    """Words of a peer's leases, looked at by a read like those of its blocks (`memory.lease_words.WordReader`)."""
+
+    def __init__(self, fetcher: NixlFetcher, peer: NixlPeer) -> None:
+        self._fetcher = fetcher
+        self._peer = peer
+
+    async def stands(self, word: pb.LeaseWord) -> bool:
+        look = self._fetcher.link.look(self._peer, word.index)
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return bool(word.value) and await asyncio.shield(look) == word.value
+        except (ReadFailed, TimeoutError):
+            return False
+        finally:
+            if not look.done():
+                self._fetcher.give_up(self._peer)
+
+    def close(self) -> None:
+        return  # the peer's memory is closed
 
 
 def _lost(failure: ReadFailed) -> BatonError:

@@ -16,19 +16,23 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """First frame. Of each layer: descriptor of its file (or -1), address in this process (or 0), bytes."""
+    """First frame. Of each layer: descriptor of its file (or -1), address in this process (or 0), bytes. The same of
+    the words of leases (0 bytes: there are none)."""
 
     name: str
     memory: str
     device: int
     layers: list[tuple[int, int, int]]
+    words: tuple[int, int, int]
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The memory is registered: what others have to know of the NIXL agent, and each layer's address for them."""
+    """The memory is registered: what others have to know of the NIXL agent, and the address for them of each layer and
+    of the words (0: there are none)."""
 
     agent: bytes
     addresses: list[int]
+    words: int
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -39,13 +43,15 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """A peer's memory: address and bytes of each layer. It has `within_s` seconds to answer a first read."""
+    """A peer's memory: address and bytes of each layer, and of its words. It has `within_s` seconds to answer a first
+    read."""
 
     peer: int
     agent: bytes
     memory: str
     device: int
     layers: list[tuple[int, int]]
+    words: tuple[int, int]
     within_s: float
 
 
@@ -76,14 +82,24 @@ class Read(msgspec.Struct, tag=True, array_like=True):
     target: bytes
 
 
+class Look(msgspec.Struct, tag=True, array_like=True):
+    """Read a word of the peer."""
+
+    number: int
+    peer: int
+    index: int
+
+
 class Ended(msgspec.Struct, tag=True, array_like=True):
-    """Nothing of the read is written any more. `problem` is empty when all of it is there."""
+    """Nothing of the read is written any more. `problem` is empty when all of it is there. `word`: the one that was
+    looked at."""
 
     number: int
     problem: str
+    word: int = 0
 
 
-Request = Start | Open | Shut | Read
+Request = Start | Open | Shut | Read | Look
 Answer = Ready | Failed | Opened | Ended
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from cache_store.geometry.rows import Rows
+from cache_store.memory.lease_words import LeaseWords
 from cache_store.memory.regions import CUDA, Regions
 from cache_store.memory.staging import MemoryUnavailable, settled
 from cache_store.nixl import frames as frames
@@ -124,7 +125,7 @@ class _Session(asyncio.Protocol):
         self.ready: asyncio.Future[frames.Ready] = loop.create_future()
         self.over: asyncio.Future[str] = loop.create_future()
         self.opening: dict[int, asyncio.Future[None]] = {}
-        self.reads: dict[int, tuple[int, float, asyncio.Future[None]]] = {}  # peer, begun, done
+        self.reads: dict[int, tuple[int, float, asyncio.Future[int]]] = {}  # peer, begun, done
         self.ended: dict[int, float] = {}  # when the last read of a peer that is over has ended, by peer
         self.body: Body | None = None
         self._on_end = on_end
@@ -152,7 +153,7 @@ class _Session(asyncio.Protocol):
             entry = self.reads.pop(answer.number, None)
             if entry is not None:
                 self.ended[entry[0]] = self._loop.time()
-                _settle(entry[2], ReadFailed(answer.problem) if answer.problem else None)
+                _settle(entry[2], ReadFailed(answer.problem) if answer.problem else answer.word)
         elif isinstance(answer, frames.Opened):
             opening = self.opening.pop(answer.peer, None)
             if opening is not None:
@@ -188,14 +189,15 @@ class _Session(asyncio.Protocol):
         self._on_end(self, text)
 
 
-def _settle(future: asyncio.Future[None] | asyncio.Future[frames.Ready], failure: Exception | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    """With a result, or an exception as a failure."""
     if future.done():
         return
-    if failure is None:
-        cast("asyncio.Future[None]", future).set_result(None)
-    else:
-        future.set_exception(failure)
+    if isinstance(result, Exception):
+        future.set_exception(result)
         future.exception()  # somebody may have stopped to wait for it
+    else:
+        future.set_result(result)
 
 
 class NixlPeer:
@@ -218,9 +220,16 @@ class NixlLink:
     """`name` has to differ from that of every other agent in the fleet."""
 
     def __init__(
-        self, name: str, regions: Regions, observe: Observe = ignore, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        regions: Regions,
+        observe: Observe = ignore,
+        clock: Callable[[], float] = time.monotonic,
+        words: LeaseWords | None = None,
     ) -> None:
+        """`words`: those of this engine's leases, for peers to look at."""
         self._name = name
+        self._words = None if words is None else words.file
         self._observe = observe
         self._regions = regions
         self._places = list(regions.sizes)
@@ -303,7 +312,10 @@ class NixlLink:
             (regions.files[place].descriptor if place in regions.files else -1, regions.addresses.get(place, 0), size)
             for place, size in regions.sizes.items()
         ]
-        session.send(frames.Start(f"{self._name}-{secrets.token_hex(8)}", regions.memory, regions.device, layers))
+        words = (-1, 0, 0) if self._words is None else (self._words.descriptor, 0, self._words.view.nbytes)
+        session.send(
+            frames.Start(f"{self._name}-{secrets.token_hex(8)}", regions.memory, regions.device, layers, words)
+        )
         try:
             async with asyncio.timeout(START_S):
                 await asyncio.shield(session.ready)
@@ -317,7 +329,8 @@ class NixlLink:
     def _make_body(self, theirs: socket.socket) -> Body:
         if self._regions.memory == CUDA:
             return _Thread(theirs, self._regions.attach)
-        return _Process(theirs, [file.descriptor for file in self._regions.files.values()])
+        files = [*self._regions.files.values(), *([] if self._words is None else [self._words])]
+        return _Process(theirs, [file.descriptor for file in files])
 
     def _ended(self, session: _Session, how: str) -> None:
         if session is not self._session:
@@ -370,6 +383,7 @@ class NixlLink:
                 pb.SharedLayer(group=group, layer=layer, offset=address, bytes=size)
                 for ((group, layer), size), address in zip(regions.sizes.items(), ready.addresses, strict=True)
             ],
+            words=None if self._words is None else pb.SharedLayer(offset=ready.words, bytes=self._words.view.nbytes),
         )
 
     # ---- memory of peers
@@ -378,8 +392,8 @@ class NixlLink:
         """Opens a peer's memory and reads the first bytes of it. Raises MemoryUnavailable."""
         if memory.kind not in (KIND, KIND_CUDA):
             raise MemoryUnavailable(f"the peer's memory is of kind {memory.kind[:32]!r}, this one is {KIND!r}")
-        if any(layer.offset + layer.bytes >= 1 << 64 for layer in memory.layers):
-            raise MemoryUnavailable("a layer of the peer is at no address")
+        if any(layer.offset + layer.bytes >= 1 << 64 for layer in (*memory.layers, memory.words)):
+            raise MemoryUnavailable("a layer or the words of the peer are at no address")
         session = await self.running()
         number = next(self._numbers)
         layers = {(layer.group, layer.layer): (index, layer.bytes) for index, layer in enumerate(memory.layers)}
@@ -392,6 +406,7 @@ class NixlLink:
                 CUDA if memory.kind == KIND_CUDA else "",
                 memory.device,
                 [(layer.offset, layer.bytes) for layer in memory.layers],
+                (memory.words.offset, memory.words.bytes),
                 FIRST_READ_S,
             )
         )
@@ -404,26 +419,27 @@ class NixlLink:
             raise MemoryUnavailable("the peer's memory could not be read in time") from None
         return NixlPeer(session, number, layers)
 
-    def read(self, peer: NixlPeer, layers: range, source: Rows, target: Rows) -> asyncio.Future[None]:
+    def read(self, peer: NixlPeer, layers: range, source: Rows, target: Rows) -> asyncio.Future[int]:
         """Begins to read the same rows of each layer. The future is done, or fails with ReadFailed, once nothing of it
         is written any more."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        rows = [np.asarray(each.numbers, np.int64).tobytes() for each in (source, target)]
+        pairs = [(peer.layers[source.group, layer][0], self._index[target.group, layer]) for layer in layers]
+        return self._ask(peer, lambda number: frames.Read(number, peer.number, pairs, source.unit_bytes, *rows))
+
+    def look(self, peer: NixlPeer, index: int) -> asyncio.Future[int]:
+        """Begins to read a word of the peer's leases. The future has it, or fails with ReadFailed."""
+        return self._ask(peer, lambda number: frames.Look(number, peer.number, index))
+
+    def _ask(self, peer: NixlPeer, request: Callable[[int], frames.Request]) -> asyncio.Future[int]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
         session = peer.session
         if session.over.done() or (self._restarting and session is self._session):
             _settle(done, ReadFailed("the NIXL process has ended"))
             return done
         number = next(self._numbers)
-        session.reads[number] = (peer.number, asyncio.get_running_loop().time(), done)
-        session.send(
-            frames.Read(
-                number,
-                peer.number,
-                [(peer.layers[source.group, layer][0], self._index[target.group, layer]) for layer in layers],
-                source.unit_bytes,
-                np.asarray(source.numbers, np.int64).tobytes(),
-                np.asarray(target.numbers, np.int64).tobytes(),
-            )
-        )
+        session.reads[number] = (peer.number, loop.time(), done)
+        session.send(request(number))
         return done
 
     @staticmethod

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from cache_store.nixl import frames as frames
-from cache_store.nixl.agent import NixlAbsent, NixlAgent, NixlProblem
+from cache_store.nixl.agent import NixlAbsent, NixlAgent, NixlProblem, TheirMemory
 from rpc.parent_death import end_with_parent
 
 CUDA = "cuda"
@@ -57,12 +57,13 @@ def serve(connection: socket.socket, attach: Callable[[], None]) -> None:
         try:
             attach()
             layers = [_locate(maps, *layer) for layer in start.layers]
-            agent = NixlAgent(start.name, start.memory == CUDA, start.device, layers)
+            words = _locate(maps, *start.words) if start.words[2] else (0, 0)
+            agent = NixlAgent(start.name, start.memory == CUDA, start.device, layers, words)
         except NixlAbsent as absent:
             return send(frames.Failed("absent", str(absent)))
         except (NixlProblem, OSError, ValueError) as problem:
             return send(frames.Failed("failed", str(problem)))
-        send(frames.Ready(agent.metadata, [address for address, _ in layers]))
+        send(frames.Ready(agent.metadata, [address for address, _ in layers], words[0]))
         began = time.monotonic()
         while True:
             while waiting:
@@ -113,10 +114,16 @@ def _do(agent: NixlAgent, request: object, send: Callable[[frames.Answer], None]
 
         source, target = np.frombuffer(request.source, np.int64), np.frombuffer(request.target, np.int64)
         agent.read(request.peer, request.layers, request.unit_bytes, source, target, ended)
+    elif isinstance(request, frames.Look):
+
+        def seen(problem: str, word: int, number: int = request.number) -> None:
+            send(frames.Ended(number, problem, word))
+
+        agent.read_word(request.peer, request.index, seen)
     elif isinstance(request, frames.Open):
         opened = partial(_opened, send, request.peer)
-        on_device = request.memory == CUDA
-        agent.open(request.peer, request.agent, on_device, request.device, request.layers, request.within_s, opened)
+        memory = TheirMemory(request.memory == CUDA, request.device, request.layers, request.words)
+        agent.open(request.peer, request.agent, memory, request.within_s, opened)
     elif isinstance(request, frames.Shut):
         agent.shut(request.peer)
 

@@ -71,7 +71,7 @@ class Lease:
     error: BatonError | None = None  # what later and open loads end with, once the end is decided
     events: Timeline = field(default_factory=list)
     load_times: list[tuple[str, int, int]] = field(default_factory=list)
-    word: tuple[int, int] | None = None  # index and value of its word, once a reader of this machine has come
+    word: tuple[int, int] | None = None  # index and value of its word, once a direct reader has come
 
     @property
     def sent(self) -> bool:
@@ -107,7 +107,7 @@ class Remembered:
 
 
 class Words(Protocol):
-    """Where readers on this machine see whether a lease stands (`memory.lease_words`)."""
+    """Where direct readers see whether a lease stands (`memory.lease_words`)."""
 
     def take(self) -> tuple[int, int] | None:
         """Index and value of a word; None when there is none."""
@@ -285,11 +285,8 @@ class LeaseTable:
         chunk_bytes: int,
         direct: bool = False,
         caller: Caller = ONLY_RANK,
-        *,
-        here: bool = False,
     ) -> Reader | None:
         """A reader of the key's blocks; None when the key is not admitted yet, so that the load has to be parked.
-        `here`: it is on this machine and sees the lease's word.
 
         Each rank of the caller's server has one load open at a time, and one reload."""
         lease = self._leases.get(key)
@@ -321,7 +318,7 @@ class LeaseTable:
         self._attach(lease, caller, served)
         served.loads += 1
         served.direct = direct
-        if here and lease.word is None and self._words is not None:
+        if direct and lease.word is None and self._words is not None:
             lease.word = self._words.take()
         reader = Reader(lease, wanted, chunk_bytes, self._clock(), direct, caller.rank)
         lease.readers[caller.rank] = reader

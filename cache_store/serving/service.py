@@ -34,7 +34,7 @@ from cache_store.serving.sending import HostSender, Link, NoticeSender, Sender, 
 from cache_store.serving.tcp_sending import HostSource, Source, StagedSource, TcpSender
 from cache_store.settings import AgentSettings
 from cache_store.tcp.listener import DataListener
-from cache_store.transports import GRPC, IPC, NIXL, ONE_SIDED, TCP, Offer
+from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
@@ -282,7 +282,6 @@ class CacheStoreService:
                 chunk_bytes,
                 direct,
                 caller,
-                here=transport == IPC,
             )
 
         reader = try_open()

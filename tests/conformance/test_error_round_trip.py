@@ -224,7 +224,7 @@ def test_timeline_when_it_is_asked_for_then_it_has_the_stages_of_all_three_proce
 
 
 def test_timeline_when_the_request_fails_then_it_says_how_far_each_process_got(
-    http: httpx.Client, client: GenerationClient
+    cluster: Cluster, http: httpx.Client, client: GenerationClient
 ) -> None:
     asking = {TIMELINE: "1"}
     code = ErrorCode.MALLOC_FAILED
@@ -240,11 +240,15 @@ def test_timeline_when_the_request_fails_then_it_says_how_far_each_process_got(
     refused = http.post(COMPLETIONS, json={**body, "max_tokens": 0}, headers=asking)
     assert refused.status_code == 400
     assert of_roles(json.loads(refused.headers[TIMELINE])) == {"router": {"validate"}}
-    # In the middle of a stream there is no header any more.
-    with http.stream(
-        "POST", COMPLETIONS, json={**body, "stream": True}, headers={**asking, "X-Request-Id": "late-1"}
-    ) as stream:
-        events = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
+    # In the middle of a stream there is no header any more. The decode server fails when the first token is out.
+    late = {**asking, "X-Request-Id": "late-1"}
+    with contextlib.ExitStack() as stack:
+        with standing_still(cluster.decode[0].engine_pid):
+            stream = stack.enter_context(http.stream("POST", COMPLETIONS, json={**body, "stream": True}, headers=late))
+            lines = stream.iter_lines()
+            events = [next(lines)]
+        events.extend(lines)
+    events = [line.removeprefix("data: ") for line in events if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     error = json.loads(events[-2])
     assert error["error"]["baton_code"] == int(ErrorCode.EXECUTION_EXCEPTION)

@@ -19,6 +19,7 @@ from typing import IO
 
 import pytest
 
+from tests.integration.cluster import free_port
 from tests.standstill import standing_still
 
 START_S = 60.0  # on a machine that others use, too
@@ -60,7 +61,7 @@ class MooncakeMaster:
     def start(self) -> None:
         """Returns when it listens."""
         for _ in range(ATTEMPTS):
-            port = self.port or _free_port()
+            port = self.port or free_port()
             if self._started(port):
                 self.port = port
                 return
@@ -93,13 +94,14 @@ class MooncakeMaster:
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.origin is not None
         program = Path(spec.origin).parent / "mooncake_master"
+        metrics_port = free_port()
         process = self._process = subprocess.Popen(
             [
                 str(program),
                 "--rpc_address=127.0.0.1",
                 f"--rpc_port={port}",
                 "--metrics_host=127.0.0.1",
-                f"--metrics_port={_free_port()}",
+                f"--metrics_port={metrics_port}",
                 "--rpc_thread_num=2",
                 "--enable_metric_reporting=false",
                 f"--client_ttl={self._client_ttl_s}",
@@ -112,7 +114,8 @@ class MooncakeMaster:
         until = time.monotonic() + START_S
         while process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                for listens in (metrics_port, port):
+                    socket.create_connection(("127.0.0.1", listens), 1.0).close()
                 return process.poll() is None
             time.sleep(0.01)
         self.kill()
@@ -127,13 +130,6 @@ def running_master(client_ttl_s: int = CLIENT_TTL_S) -> Iterator[MooncakeMaster]
         yield master
     finally:
         master.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def alive(pid: int) -> bool:

@@ -69,8 +69,8 @@ KV_TRANSFER = Board(
                               "Leases per second that ended on their own."),
                 PLACES.counts("Calls that prove one-sided reads", "short", "baton_kv_lease_proof_calls_total",
                               "instance",
-                              "Loads per second that asked whether they had read the lease's blocks: each by nixl, and "
-                              "by ipc those of a prefill server that has no lease word left, or cannot share any."),
+                              "Loads per second by ipc or nixl that asked whether they had read the lease's blocks: "
+                              "of a prefill server that has no lease word left, or cannot show any."),
                 SERVERS.counts("Stale references", "short", "baton_kv_stale_references_total", "instance, kind",
                                "References per second to blocks that were no longer, or never, valid."),
                 SERVERS.quantiles("Quarantine", "s", "baton_kv_quarantine_seconds", "instance",

@@ -359,4 +359,4 @@ def new_load(targets: list[int], clock: Clock, progress_s: float) -> Load:
 
 
 def open_reader(server: Prefill, key: str, generation: int | None, caller: Caller) -> Reader | None:
-    return server.table.open_load(key, generation, TOKENS, wanted(0, BLOCKS), CHUNK_BYTES, True, caller, here=True)
+    return server.table.open_load(key, generation, TOKENS, wanted(0, BLOCKS), CHUNK_BYTES, True, caller)

@@ -13,7 +13,6 @@ import pytest
 from cache_store import agent as agent_module
 from cache_store.agent import GroupLayout
 from cache_store.loading import peers as peers_module
-from cache_store.memory.lease_words import PeerWords
 from cache_store.serving import sending
 from cache_store.serving.lease import LeaseTable
 from protos import cache_store_pb2 as pb
@@ -33,7 +32,7 @@ from tests.unit.cache_store.agents import (
     settings,
     until,
 )
-from tests.unit.cache_store.shared import SharedNode
+from tests.unit.cache_store.shared import SharedNode, needs_nixl
 from tests.unit.cache_store.staged import Pair, StagedNode, make_pair
 
 KEY = key_of(1)
@@ -298,7 +297,7 @@ def test_direct_read_when_asking_fails_then_the_transfer_is_not_proven_and_can_b
         return renew(table, key, generation, source)
 
     monkeypatch.setattr(LeaseTable, "renew", fail_once)
-    monkeypatch.setattr(PeerWords, "stands", lambda words, word: False)
+    faults.arm("cache_store.lease_word:drop")
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
     failed = decode.load_failed()
@@ -355,12 +354,13 @@ def test_fault_point_when_it_drops_a_notice_then_the_load_ends_short(direct: Pai
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_load_when_the_peer_shares_lease_words_then_it_looks_and_else_it_asks_and_either_is_counted(
-    monkeypatch: pytest.MonkeyPatch, shared: bool
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("nixl", marks=needs_nixl)])
+def test_load_when_the_peer_shows_lease_words_then_it_looks_and_else_it_asks_and_either_is_counted(
+    monkeypatch: pytest.MonkeyPatch, transport: str, shared: bool
 ) -> None:
     if not shared:
         monkeypatch.setattr(agent_module, "make_lease_words", lambda: None)
-    chosen = settings(transport="ipc")
+    chosen = settings(transport=transport)
     with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
         prefill.stage(KEY, [5, 9])
         decode.load(prefill.source, KEY, [1, 2])

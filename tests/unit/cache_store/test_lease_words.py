@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
@@ -15,6 +16,10 @@ from protos import cache_store_pb2 as pb
 WAIT_S = 20.0
 
 
+def stands(peer: PeerWords, said: pb.LeaseWord) -> bool:
+    return asyncio.run(peer.stands(said))
+
+
 def word(taken: tuple[int, int] | None) -> pb.LeaseWord:
     assert taken is not None
     return pb.LeaseWord(index=taken[0], value=taken[1])
@@ -24,13 +29,13 @@ def test_word_when_its_lease_has_ended_then_it_says_nothing_nor_does_that_of_the
     own = LeaseWords(1)
     peer = PeerWords(own.describe())
     first = word(own.take())
-    assert peer.stands(first)
+    assert stands(peer, first)
     assert own.take() is None, "there is one word"
     own.clear(first.index)
-    assert not peer.stands(first)
+    assert not stands(peer, first)
     second = word(own.take())
     assert second.index == first.index
-    assert peer.stands(second) and not peer.stands(first)
+    assert stands(peer, second) and not stands(peer, first)
     peer.close()
     own.close()
 
@@ -39,7 +44,7 @@ def test_word_that_is_none_then_it_says_nothing() -> None:
     own = LeaseWords(4)
     peer = PeerWords(own.describe())
     for index, value in ((0, 0), (3, 0), (4, 1), (2**32 - 1, 1)):
-        assert not peer.stands(pb.LeaseWord(index=index, value=value))
+        assert not stands(peer, pb.LeaseWord(index=index, value=value))
     peer.close()
     own.close()
 
@@ -59,11 +64,11 @@ def test_word_when_its_owner_is_killed_then_it_says_nothing() -> None:
     assert ours.poll(WAIT_S), "the owner does not start"
     described, taken = ours.recv()
     peer = PeerWords(pb.SharedLayer.FromString(described))
-    assert peer.stands(word(taken))
+    assert stands(peer, word(taken))
     process.kill()
     process.join(WAIT_S)
     assert process.exitcode is not None
-    assert not peer.stands(word(taken)), "its memory may belong to somebody else"
+    assert not stands(peer, word(taken)), "its memory may belong to somebody else"
     with pytest.raises(MemoryUnavailable):
         PeerWords(pb.SharedLayer.FromString(described))
     peer.close()
@@ -97,8 +102,8 @@ def test_words_when_their_owner_cuts_the_file_short_then_they_say_nothing() -> N
     own = LeaseWords(WORDS)
     peer = PeerWords(own.describe())
     first = word(own.take())
-    assert peer.stands(first)
-    os.ftruncate(own._file.descriptor, 0)
-    assert not peer.stands(first)
+    assert stands(peer, first)
+    os.ftruncate(own.file.descriptor, 0)
+    assert not stands(peer, first)
     peer.close()
     own.close()

@@ -20,6 +20,7 @@ from cache_store import offering
 from cache_store.events import LoadFailed
 from cache_store.geometry.rows import Rows
 from cache_store.loading import peers
+from cache_store.memory.lease_words import LeaseWords
 from cache_store.memory.pool import StagedKvPool
 from cache_store.memory.regions import CUDA, Regions, file_regions
 from cache_store.memory.shared_memory import MemoryFile
@@ -299,7 +300,7 @@ def test_memory_of_a_peer_when_it_cannot_be_read_and_nixl_is_demanded_then_the_l
 
     def cut(link: NixlLink) -> pb.SharedPool:
         shared = describe(link)
-        shared.agent = shared.agent[: len(shared.agent) // 2]
+        shared.agent = shared.agent[: len(shared.agent) // 3]
         return shared
 
     with pair() as (prefill, decode):
@@ -379,7 +380,8 @@ class Memory:
         self.rows = {place: np.frombuffer(file.view, np.uint8).reshape(64, 4096) for place, file in self.files.items()}
         for place, rows in self.rows.items():
             rows[:] = np.random.default_rng((seed, place[1])).integers(0, 256, rows.shape, np.uint8)
-        self.link = NixlLink(f"memory-{seed}", file_regions(self.files))
+        self.words = LeaseWords(4)
+        self.link = NixlLink(f"memory-{seed}", file_regions(self.files), words=self.words)
 
 
 def with_links(body: Callable[[Memory, Memory], Awaitable[None]]) -> None:
@@ -444,6 +446,55 @@ def test_process_when_it_is_killed_then_its_reads_fail_at_once_and_the_next_one_
 
 
 @needs_nixl
+def test_word_of_a_peers_lease_then_it_stands_until_it_is_cleared_and_one_that_is_none_says_nothing() -> None:
+    async def body(theirs: Memory, own: Memory) -> None:
+        fetcher = NixlFetcher(own.link, True, None)  # type: ignore[arg-type]  # the loop's own workers
+        shared = theirs.link.describe()
+        words = fetcher.words(await fetcher.open(shared), shared)
+        index, value = theirs.words.take() or (0, 0)
+        assert value
+        said = [pb.LeaseWord(index=index, value=value) for _ in range(20)]
+        assert all(await asyncio.gather(*map(words.stands, said)))
+        for number, other in ((index, value + 1), (index, 0), (index + 1, value), (4, value), (2**32 - 1, value)):
+            assert not await words.stands(pb.LeaseWord(index=number, value=other))
+        theirs.words.clear(index)
+        assert not await words.stands(said[0])
+        again = theirs.words.take()
+        assert again is not None and again[0] == index
+        assert not await words.stands(said[0]), "of another lease"
+        assert await words.stands(pb.LeaseWord(index=again[0], value=again[1]))
+        fetcher.close()
+
+    with_links(body)
+
+
+@needs_nixl
+@pytest.mark.usefixtures("over_tcp")
+def test_word_when_its_owner_stands_still_then_it_says_nothing_and_the_look_ends_with_the_process_that_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_fetching, "LOOK_S", 0.1)
+    monkeypatch.setattr(nixl_fetching, "HANG_S", 0.3)
+
+    async def body(theirs: Memory, own: Memory) -> None:
+        fetcher = NixlFetcher(own.link, True, None)  # type: ignore[arg-type]  # the loop's own workers
+        shared = theirs.link.describe()
+        words = fetcher.words(await fetcher.open(shared), shared)
+        index, value = theirs.words.take() or (0, 0)
+        session, owner = own.link.session, theirs.link.session
+        assert session is not None and owner is not None and owner.body is not None
+        with standing_still(owner.body.pid):  # type: ignore[attr-defined]
+            assert not await words.stands(pb.LeaseWord(index=index, value=value))
+            assert len(session.reads) == 1
+            await session.over
+        assert not session.reads
+        assert not await words.stands(pb.LeaseWord(index=index, value=value)), "it is another process by now"
+        fetcher.close()
+
+    with_links(body)
+
+
+@needs_nixl
 def test_memory_of_another_kind_then_it_is_not_opened() -> None:
     async def body(theirs: Memory, own: Memory) -> None:
         shared = theirs.link.describe()
@@ -451,6 +502,10 @@ def test_memory_of_another_kind_then_it_is_not_opened() -> None:
             shared.kind = kind
             with pytest.raises(MemoryUnavailable):
                 await own.link.open(shared)
+        shared = theirs.link.describe()
+        shared.words.offset = 2**64 - 8
+        with pytest.raises(MemoryUnavailable, match="no address"):
+            await own.link.open(shared)
 
     with_links(body)
 

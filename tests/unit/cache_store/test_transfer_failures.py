@@ -157,8 +157,8 @@ def test_failure_while_the_first_event_is_being_sent_still_arrives(pair: tuple[N
     agent = prefill.agent
     open_load = agent._table.open_load
 
-    def open_then_fail(key: str, *arguments: object, here: bool) -> object:
-        reader = open_load(key, *arguments, here=here)  # type: ignore[arg-type]
+    def open_then_fail(key: str, *arguments: object) -> object:
+        reader = open_load(key, *arguments)  # type: ignore[arg-type]
         if reader is not None and agent._loop is not None:
             agent._loop.call_soon(agent._staged.fail, key, BatonError(ErrorCode.EXECUTION_EXCEPTION))
         return reader
