@@ -18,9 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from cache_store.equipment import Equipment
 from cache_store.events import (
     AgentEvent,
     AgentStats,
@@ -36,28 +36,23 @@ from cache_store.loading.peers import PeerState
 from cache_store.loading.puller import Puller
 from cache_store.loop_errors import guarded, on_loop_exception
 from cache_store.memory.allocator import keep_freed_memory
-from cache_store.memory.fetching import DeviceFetcher, Fetcher, HostFetcher
-from cache_store.memory.lease_words import make_lease_words
-from cache_store.memory.pool import HostKvPool, KvPool, StagedKvPool
-from cache_store.memory.staging import Completions, Staging, Ticket
-from cache_store.nixl.fetching import NixlFetcher
+from cache_store.memory.pool import KvPool, StagedKvPool
+from cache_store.memory.staging import Ticket
 from cache_store.nixl.link import START_S as NIXL_START_S
-from cache_store.nixl.link import NixlLink, NixlUnavailable
+from cache_store.nixl.link import NixlUnavailable
 from cache_store.observations import ObservationBuffer
-from cache_store.offering import make_offer, nixl_impossible
+from cache_store.offering import nixl_impossible
 from cache_store.serving.lease import LeaseTable
 from cache_store.serving.parking import ParkingTable
 from cache_store.serving.service import CacheStoreService
 from cache_store.settings import AgentSettings
 from cache_store.staged_requests import StagedRequests, store_failed
-from cache_store.tcp.listener import DataListener
-from cache_store.transports import IPC, NIXL, ONE_SIDED, TCP
 from cache_store.wire import SERVICE
 from protos import common_pb2
 from rpc import faults
 from rpc.channels import bulk_server_options
 from rpc.errors import BatonError, ErrorCode
-from rpc.server import GrpcServer, bind_error, join_address
+from rpc.server import GrpcServer, join_address
 
 __all__ = [
     "AgentEvent",
@@ -107,20 +102,7 @@ class CacheStoreAgent:
         self._closing = asyncio.Event()
         observe = self._observations.observe
         self._parking = ParkingTable(settings.queue_size, settings.parked_per_peer, settings.publish_timeout_s, clock)
-        self._staging: Staging | None = None
-        self._marks: Completions | None = None
-        self._offer = make_offer(pool, settings, observe)
-        if isinstance(pool, StagedKvPool):
-            pieces = [settings.chunk_bytes_of(transport) for transport in self._offer.transports]
-            slot_bytes = max(*pieces, *(group.block_bytes for group in identity.groups))
-            self._staging = Staging(pool.copies, settings.staging_slots, slot_bytes)
-            self._marks = Completions("kv-marks")
-        # Threads begin with the first event that is large enough for them.
-        self._workers = concurrent.futures.ThreadPoolExecutor(settings.threads, "kv-host-copy")
-        shown = ONE_SIDED & (self._offer.memories.keys() | self._offer.on_demand)
-        self._words = make_lease_words() if shown else None
-        if self._words is not None and IPC in shown:
-            self._offer.memories[IPC].words.MergeFrom(self._words.describe())
+        self._equipment = own = Equipment(identity, pool, settings, observe)
         self._table = LeaseTable(
             identity.groups,
             lease_seconds=settings.lease_seconds,
@@ -129,48 +111,28 @@ class CacheStoreAgent:
             max_remembered=settings.remembered_keys,
             clock=clock,
             observe=observe,
-            words=self._words,
+            words=own.words,
         )
-        self._fetchers: dict[str, Fetcher] = {}
-        if IPC in self._offer.transports:
-            self._fetchers[IPC] = self._ipc_fetcher(settings.threads)
-        self._nixl: NixlLink | None = None
-        regions = pool.regions()
-        if NIXL in self._offer.transports and regions is not None:
-            self._nixl = NixlLink(f"{identity.engine_id}/{identity.rank}", regions, observe, words=self._words)
-            self._fetchers[NIXL] = NixlFetcher(self._nixl, self._nixl_alone, self._workers)
-        self._listener = DataListener(identity.engine_id, settings, observe) if TCP in self._offer.transports else None
         self._service = CacheStoreService(
             identity,
             pool,
-            self._staging,
-            self._offer,
+            own.staging,
+            own.offer,
             settings,
             self._table,
             self._parking,
             observe,
             self._changed,
             clock,
-            self._workers,
-            self._listener,
-            self._nixl,
+            own.workers,
+            own.listener,
+            own.nixl,
         )
         self._staged = StagedRequests(
-            pool, self._table, self._parking, lambda: self._offer, observe, self._emit, clock, identity.rank
+            pool, self._table, self._parking, lambda: own.offer, observe, self._emit, clock, identity.rank
         )
         self._puller: Puller | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def _ipc_fetcher(self, threads: int) -> Fetcher:
-        if self._staging is not None:
-            return DeviceFetcher(IPC, self._staging)
-        assert isinstance(self._pool, HostKvPool)
-        return HostFetcher(IPC, self._pool, self._workers, threads)
-
-    @property
-    def _nixl_alone(self) -> bool:
-        """No other transport will do, so it is there from the start."""
-        return self._offer.transports == (NIXL,)
 
     # ---- life
 
@@ -186,7 +148,7 @@ class CacheStoreAgent:
         )
         self._thread.start()
         try:
-            limit_s = START_TIMEOUT_S + (NIXL_START_S if self._nixl_alone else 0.0)
+            limit_s = START_TIMEOUT_S + (NIXL_START_S if self._equipment.nixl_alone else 0.0)
             return join_address(host, started.result(limit_s))
         except TimeoutError:
             raise BatonError(
@@ -205,26 +167,17 @@ class CacheStoreAgent:
             if thread.is_alive():
                 _log.warning("the cache store's thread is still busy after %.1f s", timeout_s)
                 return
-        for fetcher in self._fetchers.values():
-            fetcher.close()
-        self._workers.shutdown(wait=False)
-        if self._marks is not None:
-            self._marks.close()
-        if self._staging is not None:
-            self._staging.close()
-        words, self._words = self._words, None
-        if words is not None:
-            words.close()
+        self._equipment.close()
 
     @property
     def transports(self) -> tuple[str, ...]:
         """How KV can travel from and to here, best first."""
-        return self._offer.transports
+        return self._equipment.offer.transports
 
     @property
     def on_device(self) -> bool:
         """What the engine has queued to compute is done later: publish it with a mark."""
-        return self._marks is not None
+        return self._equipment.marks is not None
 
     def mark(self) -> Ticket | None:
         """The present end of what the calling thread has queued to compute; None where computed means done."""
@@ -388,13 +341,15 @@ class CacheStoreAgent:
     # ---- from the engine's threads to the agent's
 
     def _full(self, key: str, what: str) -> bool:
-        waiting = len(self._commands) + (0 if self._marks is None else len(self._marks))
+        marks = self._equipment.marks
+        waiting = len(self._commands) + (0 if marks is None else len(marks))
         full = waiting >= MAX_WAITING_PER_SLOT * self.settings.queue_size
         return full or bool(faults.fault("cache_store.queue", key=key, what=what, rank=self.identity.rank))
 
     def _post_after(self, after: Ticket | None, key: str, command: Callable[..., None], *arguments: Any) -> None:
         """`command(*arguments, when it became true)`, in the order of these calls; the request fails with its mark."""
-        if self._marks is None:
+        marks = self._equipment.marks
+        if marks is None:
             self._post(command, *arguments, self._clock())
             return
 
@@ -404,7 +359,7 @@ class CacheStoreAgent:
             else:
                 self._post(self._staged.fail, key, store_failed(failure))
 
-        self._marks.add(after, reached)
+        marks.add(after, reached)
 
     def _post(self, command: Callable[..., None], *arguments: Any) -> None:
         with self._lock:
@@ -482,27 +437,30 @@ class CacheStoreAgent:
             _log.exception("the cache store's thread ended")
 
     async def _main_and_nixl(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
+        nixl = self._equipment.nixl
         try:
-            if self._nixl is not None and self._nixl_alone:
-                await self._nixl.running()
+            if nixl is not None and self._equipment.nixl_alone:
+                await nixl.running()
             await self._main(host, port, started)
         except NixlUnavailable as error:
             started.set_exception(nixl_impossible(str(error)))
         finally:
-            if self._nixl is not None:
-                await self._nixl.close()
+            if nixl is not None:
+                await nixl.close()
 
     async def _main(self, host: str, port: int, started: concurrent.futures.Future[int]) -> None:
-        if self._staging is not None:
-            self._staging.bind(asyncio.get_running_loop())
+        own = self._equipment
+        if own.staging is not None:
+            own.staging.bind(asyncio.get_running_loop())
         server = GrpcServer(extra=bulk_server_options())
         server.add_service(self._service.add_to, None, SERVICE)
         try:
-            self._listen(host)
+            own.listen(host)
+            self._service.offer = own.offer
             bound = await server.start(host, port, flag="--cache-store-port")
         except SystemExit as error:  # the one line for a start-up; the engine decides what ends with it
-            if self._listener is not None:
-                self._listener.close()
+            if own.listener is not None:
+                own.listener.close()
             started.set_exception(BatonError(ErrorCode.CONNECT_FAILED, str(error)))
             return
         await server.set_serving(True)
@@ -518,15 +476,15 @@ class CacheStoreAgent:
             self._puller = Puller(
                 self.identity,
                 self._pool,
-                self._staging,
-                self._offer,
-                self._fetchers,
+                own.staging,
+                own.offer,
+                own.fetchers,
                 self.settings,
                 self._observations.observe,
                 self._emit,
                 spawn,
                 self._clock,
-                self._workers,
+                own.workers,
             )
             with self._lock:
                 self._loop = asyncio.get_running_loop()
@@ -534,27 +492,6 @@ class CacheStoreAgent:
             self._drain()
             await self._keep_time()
             await self._shut_down(server)
-
-    def _listen(self, host: str) -> None:
-        """Opens the port of the transport tcp, which the handshakes tell. Without one, peers cannot use it: raises
-        SystemExit when they could use no other."""
-        if self._listener is None:
-            return
-        try:
-            port = self._listener.listen(host, self.settings.data_port)
-        except OSError as error:
-            if self._offer.transports == (TCP,):
-                raise bind_error("--kv-data-port", host, self.settings.data_port, str(error.strerror)) from None
-            self._observations.observe("kv_transport_fallbacks_total", transport=TCP, reason="failed")
-            _log.warning(
-                "data port %s of %s cannot be opened, so peers cannot use tcp; give another --kv-data-port: %s",
-                self.settings.data_port or "(any)",
-                host,
-                error,
-            )
-            return
-        self._listener.start()
-        self._offer = self._service.offer = replace(self._offer, data_port=port)
 
     async def _keep_time(self) -> None:
         """Runs what is due by the clock, whether or not a request comes, until the agent closes."""
@@ -586,8 +523,9 @@ class CacheStoreAgent:
         self._pulling.cancel_all(error)
         self._changed()
         await server.stop(SHUTDOWN_GRACE_S)
-        if self._nixl is not None:
-            await self._nixl.close()  # and with it reads that hang, for which loads wait
+        own = self._equipment
+        if own.nixl is not None:
+            await own.nixl.close()  # and with it reads that hang, for which loads wait
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_GRACE_S):
                 while self._tasks:
@@ -595,8 +533,8 @@ class CacheStoreAgent:
         for task in list(self._tasks):
             task.cancel()
         await self._pulling.peers.close()
-        if self._listener is not None:
-            self._listener.close()
+        if own.listener is not None:
+            own.listener.close()
         self._changed()
 
 

@@ -56,7 +56,7 @@ def check_handovers(
     alone = client.generate(case.prompt, len(case.expected), salt=f"{salt} on d", **case.options)
     assert (alone.token_ids, alone.path, alone.cached_tokens) == (case.expected, "pd", 0)
     done = decode.counted("baton_kv_transfer_seconds_count", transport=transport, outcome="ok") - loads
-    assert done == 2 * len(cases) + 1, f"each load by {transport}"
+    assert done == 2 * len(cases) + 1, f"each load by {transport}\n{decode.describe()}\n{decode.metrics()}"
 
 
 def check_preemptions(client: GenerationClient, decode: ServerProcess, case: Case, count: int, *, salt: str) -> None:

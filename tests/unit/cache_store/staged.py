@@ -145,7 +145,7 @@ class StagedNode(Node):
 
     @property
     def staging(self):  # type: ignore[no-untyped-def]
-        staging = self.agent._staging
+        staging = self.agent._equipment.staging
         assert staging is not None
         return staging
 

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from cache_store import agent as agent_module
+from cache_store import equipment
 from cache_store.agent import GroupLayout
 from cache_store.loading import peers as peers_module
 from cache_store.serving import sending
@@ -359,7 +359,7 @@ def test_load_when_the_peer_shows_lease_words_then_it_looks_and_else_it_asks_and
     monkeypatch: pytest.MonkeyPatch, transport: str, shared: bool
 ) -> None:
     if not shared:
-        monkeypatch.setattr(agent_module, "make_lease_words", lambda: None)
+        monkeypatch.setattr(equipment, "make_lease_words", lambda: None)
     chosen = settings(transport=transport)
     with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
         prefill.stage(KEY, [5, 9])

@@ -59,8 +59,8 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def link_of(node: Node) -> NixlLink:
-    assert node.agent._nixl is not None
-    return node.agent._nixl
+    assert node.agent._equipment.nixl is not None
+    return node.agent._equipment.nixl
 
 
 def pid_of(node: Node) -> int:

@@ -203,7 +203,7 @@ def test_loads_when_many_follow_each_other_then_they_share_connections() -> None
             decode.load(prefill.source, key_of(number), [number])
             decode.load_done()
             prefill.lease_ended()
-        listener = prefill.agent._listener
+        listener = prefill.agent._equipment.listener
         assert listener is not None and listener.connections == 1
         assert prefill.count("kv_data_connections_total", result="used") == 20
         for number in range(20, 40):
@@ -222,7 +222,7 @@ def test_connection_when_it_is_idle_for_long_then_it_is_closed() -> None:
         decode.load(prefill.source, KEY, [1])
         decode.load_done()
         prefill.lease_ended()
-        listener = prefill.agent._listener
+        listener = prefill.agent._equipment.listener
         assert listener is not None
         until(lambda: decode.agent._pulling.peers.dialer.idle == listener.connections == 0, "no connection is left")
 
@@ -256,7 +256,7 @@ def test_port_when_strangers_have_filled_it_for_a_moment_then_tcp_is_used_again_
     chosen = settings(transport="auto", data_connections=1)
     made = Node("prefill", chosen, seed=1), Node("decode", chosen, seed=2, clock=lambda: time.monotonic() + ahead)
     with nodes(*made) as (prefill, decode):
-        used, listener = [], prefill.agent._listener
+        used, listener = [], prefill.agent._equipment.listener
         for number in range(3):
             with connect(prefill) if number == 0 else nullcontext():
                 prefill.stage(key_of(number), [5])
