@@ -164,7 +164,7 @@ def sweeps(args: argparse.Namespace, processes: Processes, transports: Sequence[
     found = sweep(processes, ways, [count for count in counts if count <= blocks], [1], args.repeat)
     found += sweep(processes, ways, [blocks - blocks % 8], [2, 4, 8], args.repeat)
     for layers in args.sweep_layers:
-        other = Processes(replace(processes.shape, layers=layers), ways, args.threads)
+        other = Processes(replace(processes.shape, layers=layers), ways, args.threads, args.chunk_bytes)
         try:
             found += sweep(other, ways, [blocks], [1], args.repeat)
         finally:
@@ -182,6 +182,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block-bytes", type=int, default=12288, help="bytes of one block of one layer")
     parser.add_argument("--repeat", type=int, default=15, help="counted rounds")
     parser.add_argument("--threads", type=int, default=4, help="workers of each agent (--cache-store-threads)")
+    parser.add_argument(
+        "--chunk-bytes", type=int, help="largest piece (--cache-store-chunk-bytes); by default as agents"
+    )
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="those to measure, with commas between")
     parser.add_argument("--sweep-layers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8])
     parser.add_argument("--short", action="store_true", help="no sweeps")
@@ -207,7 +210,9 @@ def main() -> int:
         f"{args.tokens} tokens: {blocks} blocks of {args.block_bytes} B in {args.layers} layers, {size / 1e6:.1f} MB; "
         f"{args.repeat} rounds, medians"
     )
-    processes = Processes(shape, [way for transport in transports for way in ways_of(transport)], args.threads)
+    processes = Processes(
+        shape, [way for transport in transports for way in ways_of(transport)], args.threads, args.chunk_bytes
+    )
     try:
         rows = measure(processes, variants_of(transports), blocks, args.repeat)
         show(rows, size)

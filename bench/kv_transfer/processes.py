@@ -68,9 +68,10 @@ class _Agent:
         return found
 
 
-def _prefill(shape: Shape, threads: int, with_nixl: bool, pipe: Connection) -> None:
+def _prefill(shape: Shape, threads: int, chunk_bytes: int | None, with_nixl: bool, pipe: Connection) -> None:
     pool = Pool(shape, seed=1)
-    settings = AgentSettings(checksum="off", lease_seconds=600, threads=threads)  # the stricter of two modes decides
+    # The stricter of two modes of the checksum decides.
+    settings = AgentSettings(checksum="off", lease_seconds=600, threads=threads, chunk_bytes=chunk_bytes)
     side = _Agent("prefill", shape, pool, settings)
     server = SocketServer(pool, shape)
     nixl = BareNixl.make("bare-prefill", pool, shape) if with_nixl else None
@@ -123,11 +124,16 @@ def _prefill(shape: Shape, threads: int, with_nixl: bool, pipe: Connection) -> N
 
 
 class _Decode:
-    def __init__(self, shape: Shape, way: Way, threads: int, offer: dict[str, Any]) -> None:
+    def __init__(self, shape: Shape, way: Way, threads: int, chunk_bytes: int | None, offer: dict[str, Any]) -> None:
         self._shape, self._offer = shape, offer
         self._pool = Pool(shape, seed=1000)
         settings = AgentSettings(
-            checksum=way.checksum, transport=way.transport, lease_seconds=600, threads=threads, connect_timeout_s=WARM_S
+            checksum=way.checksum,
+            transport=way.transport,
+            chunk_bytes=chunk_bytes,
+            lease_seconds=600,
+            threads=threads,
+            connect_timeout_s=WARM_S,
         )
         self._way = way
         self._side = _Agent(f"decode-{way.name}", shape, self._pool, settings)
@@ -188,8 +194,10 @@ class _Decode:
         self._pool.close()
 
 
-def _decode(shape: Shape, way: Way, threads: int, offer: dict[str, Any], pipe: Connection) -> None:
-    side = _Decode(shape, way, threads, offer)
+def _decode(
+    shape: Shape, way: Way, threads: int, chunk_bytes: int | None, offer: dict[str, Any], pipe: Connection
+) -> None:
+    side = _Decode(shape, way, threads, chunk_bytes, offer)
     pipe.send("ready")
     side.serve(pipe)
 
@@ -197,15 +205,17 @@ def _decode(shape: Shape, way: Way, threads: int, offer: dict[str, Any], pipe: C
 class Processes:
     """All processes of one shape."""
 
-    def __init__(self, shape: Shape, ways: list[Way], threads: int) -> None:
+    def __init__(self, shape: Shape, ways: list[Way], threads: int, chunk_bytes: int | None = None) -> None:
         self.shape = shape
         self._started: list[tuple[SpawnProcess, Connection]] = []
         self._keys = 0
         try:
             with_nixl = any(way.transport == NIXL for way in ways)
-            self._prefill = self._start(_prefill, shape, threads, with_nixl)
+            self._prefill = self._start(_prefill, shape, threads, chunk_bytes, with_nixl)
             self.offer: dict[str, Any] = self._answer(self._prefill)
-            self._decodes = {way.name: self._start(_decode, shape, way, threads, self.offer) for way in ways}
+            self._decodes = {
+                way.name: self._start(_decode, shape, way, threads, chunk_bytes, self.offer) for way in ways
+            }
             for pipe in self._decodes.values():
                 self._answer(pipe)
         except BaseException:
