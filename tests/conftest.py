@@ -151,15 +151,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 # Fixtures of a session by which the tests of a folder share a cluster, as their modules ask for them.
-SHARING = {"conformance": "live: Live", "chaos": "crowd: Cluster"}
+SHARING = {
+    "conformance": ("live: Live", "pairs: Cluster", "smol: Cluster"),
+    "chaos": ("crowd: Cluster",),
+    "integration": ("direct: Cluster",),
+}
 
 
 @functools.cache
 def _shared_cluster(file: Path) -> str:
     """What stands for the cluster that the tests of a file share with other files; empty when they do not."""
-    asked = SHARING.get(file.parent.name)
-    shares = asked is not None and asked in file.read_text(encoding="utf-8")
-    return f"tests/{file.parent.name}: with one cluster" if shares else ""
+    asked = SHARING.get(file.parent.name, ())
+    text = file.read_text(encoding="utf-8") if asked else ""
+    return next((f"tests/{file.parent.name}: {fixture}" for fixture in asked if fixture in text), "")
 
 
 # Outermost, so that waiting for a turn does not count as a part of the test's time.

@@ -42,7 +42,7 @@ TIER_FLAGS = (
 SERVER_FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0",
     "--drain-timeout-secs", "10", "--threads", "1", "--dtype", "float32", "--load-cache-timeout-ms", "2000",
-    "--num-kv-blocks", "256",
+    "--num-kv-blocks", "256", "--kv-lease-seconds", "10",
 )  # fmt: skip
 ROUTER_FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--drain-grace-secs", "0", "--allow-pins",
@@ -238,8 +238,9 @@ class ChaosCluster:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if pid and (pid != member.pid or member.process.alive()):
                         os.kill(pid, signal.SIGCONT)
-        for member in reversed(self.members):
-            await self._end(member, signal.SIGTERM)
+        for role in ("router", "decode", "prefill"):  # whoever calls others before those who are called
+            ending = (self._end(member, signal.SIGTERM) for member in self.members if member.role == role)
+            await asyncio.gather(*ending)
         await self._client.aclose()
         if not await _until(lambda: not list(self.processes_of_run()), DEATH_LIMIT_S):
             for pid in self.processes_of_run():

@@ -65,13 +65,7 @@ def _short_answer() -> list[int]:
 
 def wait_workers_ready(cluster: Cluster, limit_s: float = 15.0) -> None:
     """Until the router finds every living server ready."""
-    wanted = {(server.role, server.grpc) for server in cluster.servers if server.alive}
-
-    def ready() -> bool:
-        workers = cluster.router.page("/workers")["workers"]
-        return wanted <= {(worker["role"], worker["address"]) for worker in workers if worker["state"] == "ready"}
-
-    wait_for("the router to find its servers ready", ready, limit_s)
+    cluster.wait_workers_ready(limit_s)
 
 
 def wait_busy(servers: Sequence[ServerProcess], limit_s: float = 10.0) -> None:

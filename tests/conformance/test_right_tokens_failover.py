@@ -9,7 +9,6 @@ import pytest
 
 from tests.conformance.known_answers import GREEDY, Case, known
 from tests.conformance.reference import reference
-from tests.conformance.test_right_tokens import BLOCK, CHUNK
 from tests.integration.cluster import Cluster
 from tests.integration.generation_client import GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
@@ -17,8 +16,6 @@ from tests.unit.engine.tiny_models import tiny_model
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
 
 TOKENS = 80
-FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16",
-         "--num-kv-blocks", "256")  # fmt: skip
 OPTIONS: tuple[dict[str, Any], ...] = (
     GREEDY,
     {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 3},
@@ -35,32 +32,12 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Two pairs. The first servers fail once each, at the answer of a prompt and at a reservation; both prefill servers
-    fail in sending KV: of the load of request `twice` two times, so that the decode server computes its prompt, and of
-    that of `once` one time. Decoding is slow, so that there is a middle of an answer."""
-    slow = "engine.step:delay=0.005,kind=decode"
-    with Cluster(0, 0, model=tiny_model("llama"), router=False, prefill_flags=FLAGS, decode_flags=FLAGS) as running:
-        # Its first step takes long, so that the failed reservation is what ends the first attempt.
-        late = "engine.step:delay=1.5,kind=prefill,times=1"
-        breaks = ";".join(
-            f"cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,key={name}#*,times={times}"
-            for name, times in (("twice", 2), ("once", 1))
-        )
-        fails = f"prefill.answer:raise=EXECUTION_EXCEPTION,times=1;{late}"
-        running.start_prefill(env={"BATON_FAULTS": f"{fails};{breaks}"})
-        running.start_prefill(env={"BATON_FAULTS": breaks})
-        # What fails at its answer on the prefill server is not computed by the decode server before the router ends it.
-        held = "engine.step:delay=0.7,kind=prefill,times=1"
-        running.start_decode(env={"BATON_FAULTS": f"decode.reserved:raise=EXECUTION_EXCEPTION,times=1;{held};{slow}"})
-        running.start_decode(env={"BATON_FAULTS": slow})
-        for server in running.servers:
-            server.wait_ready()
-        running.start_router()
-        running.wait_router_ready()
+def cluster(pairs: Cluster) -> Iterator[Cluster]:
+    """Two pairs, whose first servers have served nothing before."""
+    with pairs.lent(pairs.prefill, pairs.decode[:2]) as running:
         yield running
         running.assert_clean_ledgers()
-        assert running.errors_without_code() == []
+        assert running.errors_without_code() == [] == pairs.errors_without_code()
 
 
 def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transformers_after_a_retry(
@@ -96,8 +73,14 @@ def test_tokens_when_the_decode_server_is_killed_in_the_middle_then_those_of_tra
     victim, other = cluster.decode
     with GenerationClient(cluster.router.grpc) as client:
         # Every second one is served by the victim, of disaggregated and of colocated requests alike.
-        opened = [client.open(case.prompt, TOKENS, salt="move", **case.options) for case in cases]
-        doubled = [client.open(case.prompt, TOKENS, salt="double", n=2, **case.options) for case in cases[:2]]
+        opened = [
+            client.open(case.prompt, TOKENS, request_id=f"slow-{number}", salt="move", **case.options)
+            for number, case in enumerate(cases)
+        ]
+        doubled = [
+            client.open(case.prompt, TOKENS, request_id=f"slow-double-{number}", salt="double", n=2, **case.options)
+            for number, case in enumerate(cases[:2])
+        ]
         for generation in (*opened, *doubled):
             generation.wait_tokens(5)
         victim.kill()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.conformance.known_answers import GREEDY, PATIENT, Case, known
+from tests.conformance.known_answers import GREEDY, Case, known
 from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import reference
-from tests.conformance.test_right_tokens import BLOCK
+from tests.conformance.token_servers import small_servers
 from tests.extent import extended
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import TIMEOUT_S, GenerationClient
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machi
 
 TOKENS = 60
 PROMPT = 40
-BLOCKS = 24  # of a decode server: three whole requests, and five at their start
-FLAGS = ("--block-size", str(BLOCK), "--max-num-batched-tokens", "64", "--max-num-seqs", "16")
-DECODE_FLAGS = (*FLAGS, *PATIENT, "--num-kv-blocks", str(BLOCKS))
+EACH = 8  # requests to a decode server, which has room for three of them, and for five at their start
 OPTIONS: tuple[dict[str, Any], ...] = (
     GREEDY,
     {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": 5},
@@ -30,23 +29,18 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(
-        1, 1, model=tiny_model("llama"), router=False, prefill_flags=FLAGS, decode_flags=DECODE_FLAGS
-    ) as running:
-        # One of the two cannot even find in its prefix cache what it lost.
-        running.start_decode(["--no-enable-prefix-caching"]).wait_ready()
-        running.start_router()
-        running.wait_router_ready()
+def cluster(pairs: Cluster) -> Iterator[Cluster]:
+    with pairs.lent(pairs.prefill[1:], small_servers(pairs)) as running:
         yield running
         running.assert_clean_ledgers()
-        assert running.errors_without_code() == []
+        assert running.errors_without_code() == [] == pairs.errors_without_code()
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
+def cases(cluster: Cluster) -> list[Case]:
     model = reference(tiny_model("llama"))
-    return [known(model, PROMPT + number, TOKENS, OPTIONS[number % 2]) for number in range(16)]
+    count = EACH * len(cluster.decode)
+    return [known(model, PROMPT + number, TOKENS, OPTIONS[number % 2]) for number in range(count)]
 
 
 def preemptions(server: ServerProcess) -> float:
@@ -54,8 +48,8 @@ def preemptions(server: ServerProcess) -> float:
 
 
 def all_are_there(cluster: Cluster) -> bool:
-    """Whether either decode server knows its half of the requests, whose choices it counts as one."""
-    return [len(server.requests()["open"]) for server in cluster.decode] == [8, 8]
+    """Whether each decode server knows its part of the requests, whose choices it counts as one."""
+    return [len(server.requests()["open"]) for server in cluster.decode] == [EACH] * len(cluster.decode)
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, id="pd"), extended(2, id="colocated")])
@@ -65,9 +59,11 @@ def test_tokens_when_requests_are_preempted_then_those_of_a_request_that_is_alon
     before = [preemptions(server) for server in cluster.decode]
     with GenerationClient(cluster.router.grpc) as client:
         # The engines begin when all requests are there, so that each has too many of them however fast they come.
-        with frozen(cluster.decode[0]), frozen(cluster.decode[1]):
+        with ExitStack() as still:
+            for server in cluster.decode:
+                still.enter_context(frozen(server))
             opened = [client.open(case.prompt, TOKENS, n=n, salt=f"n-{n}", **case.options) for case in cases]
-            wait_for("the requests on both decode servers", lambda: all_are_there(cluster), TIMEOUT_S)
+            wait_for("the requests on every decode server", lambda: all_are_there(cluster), TIMEOUT_S)
         for generation, case in zip(opened, cases, strict=True):
             first = generation.answers()[0]
             assert first.token_ids == case.expected, f"prompt of {len(case.prompt)}, {case.options}"

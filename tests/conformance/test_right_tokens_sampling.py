@@ -11,7 +11,7 @@ import pytest
 from engine.messages import SamplingParams
 from tests.conformance.live_cluster import frozen
 from tests.conformance.reference import MIN_MARGIN, prompt_of, reference
-from tests.conformance.test_right_tokens import BLOCK, FLAGS
+from tests.conformance.test_right_tokens import BLOCK
 from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient, request_of
 from tests.unit.engine.tiny_models import tiny_model
@@ -43,20 +43,19 @@ class Sampled:
 
 
 @pytest.fixture(scope="module")
-def sampled() -> Iterator[Sampled]:
-    folder = tiny_model("llama")
-    model = reference(folder)
+def sampled(pairs: Cluster) -> Iterator[Sampled]:
+    model = reference(tiny_model("llama"))
     expected = [
         model.sampled(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True, **options))
         for prompt, options in zip(PROMPTS, SAMPLED, strict=True)
     ]
     with (
-        Cluster(1, 1, model=folder, prefill_flags=FLAGS, decode_flags=FLAGS) as cluster,
+        pairs.lent(pairs.prefill[1:], pairs.decode[1:2]) as cluster,
         GenerationClient(cluster.router.grpc) as client,
     ):
         yield Sampled(cluster, client, expected)
         cluster.assert_clean_ledgers()
-        assert cluster.errors_without_code() == []
+        assert cluster.errors_without_code() == [] == pairs.errors_without_code()
 
 
 def test_sampling_when_alone_and_again_with_its_prefix_cached_then_the_same_draws_of_the_reference(

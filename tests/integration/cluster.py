@@ -410,8 +410,13 @@ class Cluster:
         self._router = self._start("router", [*argv, *self._flags["router"], *flags], self._env["router"])
         return self._router.wait_ready(self._limit_s)
 
-    def restart(self, server: ServerProcess, flags: Sequence[str] = ()) -> ServerProcess:
-        """A new process with the flags and on the ports of `server`, which has ended; waits until it is ready."""
+    def restart(self, *ended: ServerProcess, flags: Sequence[str] = ()) -> ServerProcess:
+        """New processes with the flags and on the ports of servers that have ended, started side by side; waits until
+        all of them are ready. The last of them."""
+        fresh = [self._start_again(server, flags) for server in ended]
+        return [server.wait_ready(self._limit_s) for server in fresh][-1]
+
+    def _start_again(self, server: ServerProcess, flags: Sequence[str]) -> ServerProcess:
         servers = self.prefill if server.role == "prefill" else self.decode
         position = servers.index(server)
         ports = {"--port": server.grpc, "--metrics-port": server.http}
@@ -421,7 +426,7 @@ class Cluster:
         fresh = self._start_server(server.role, [*argv, *flags])
         servers.remove(fresh)
         servers[position] = fresh
-        return fresh.wait_ready(self._limit_s)
+        return fresh
 
     def wait_router_ready(self, limit_s: float = 20.0) -> None:
         """Until the router has a pair, or a colocated server."""
@@ -433,6 +438,16 @@ class Cluster:
                 return False
 
         wait_for("readiness of the router", probe, limit_s)
+
+    def wait_workers_ready(self, limit_s: float = 20.0) -> None:
+        """Until the router finds every living server ready."""
+        wanted = {(server.role, server.grpc) for server in self.servers if server.alive}
+
+        def ready() -> bool:
+            workers = self.router.page("/workers")["workers"]
+            return wanted <= {(worker["role"], worker["address"]) for worker in workers if worker["state"] == "ready"}
+
+        wait_for("the router to find its servers ready", ready, limit_s)
 
     # -- ledgers -----------------------------------------------------------------------------------------------
 
@@ -459,6 +474,22 @@ class Cluster:
             dirty = self.dirty_ledgers()
             if dirty:
                 raise AssertionError(f"ledgers not clean after {limit_s:g} s: {'; '.join(dirty)}") from None
+
+    # -- a part of it ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lent(
+        self, prefill: Sequence[ServerProcess], decode: Sequence[ServerProcess], router_flags: Sequence[str] = ()
+    ) -> Iterator[Cluster]:
+        """Some of its servers with a router of their own, which has found all of them ready."""
+        with Cluster(0, 0, model=self.model, router=False, router_flags=router_flags) as part:
+            part.prefill, part.decode = list(prefill), list(decode)
+            try:
+                part.start_router()
+                part.wait_workers_ready()
+                yield part
+            finally:
+                part.prefill, part.decode = [], []  # each cluster ends the processes that it has started
 
     def errors_without_code(self) -> list[str]:
         """ERROR lines of the logs that carry no code: defects."""

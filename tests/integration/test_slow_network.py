@@ -215,6 +215,7 @@ def test_network_when_it_falls_silent_in_the_middle_then_the_load_is_given_up_in
     began = time.monotonic()
     network.answered(0, request)
     assert time.monotonic() - began < 12.0
+    network.proxy.impairment = Impairment()
     network.proxy.cut()
     network.proxy.hold(False)
     network.cluster.assert_clean_ledgers()
@@ -229,4 +230,5 @@ def test_network_when_the_client_leaves_in_the_middle_of_a_slow_load_then_both_s
     request.cancel()
     network.cluster.assert_clean_ledgers()
     assert network.proxy.forwarded - before < LENGTHS[0] * BYTES_PER_TOKEN, "it was loaded to its end all the same"
+    network.proxy.impairment = Impairment()
     network.recovers("after-leaving")
