@@ -20,7 +20,6 @@ import httpx
 import pytest
 from pydantic import BaseModel, Field
 
-from cli.model_prepare import prepare_model
 from protos import generation_pb2, generation_pb2_grpc
 from tests.conformance.json_schemas import CASES
 from tests.extent import extended, extent
@@ -30,10 +29,9 @@ jsonschema = pytest.importorskip("jsonschema", reason="it validates the answers"
 openai = pytest.importorskip("openai", reason="the official client asks")
 pytestmark = pytest.mark.timeout(3000)
 
-RUNS = int(os.environ.get("BATON_SCHEMA_RUNS", extent("4", "6")))
+RUNS = int(os.environ.get("BATON_SCHEMA_RUNS", extent("2", "6")))
 TOKENS = 160
 LIMIT_S = 200.0
-FLAGS = ("--num-kv-blocks", "256", "--max-num-seqs", "16", "--grammar-backend", "xgrammar")
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -52,14 +50,9 @@ ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    folder = prepare_model(None, None, False)
-    router = ("--grammar-backend", "xgrammar", "--served-model-name", "smol")
-    with Cluster(
-        1, extent(1, 2), model=folder, prefill_flags=FLAGS, decode_flags=FLAGS, router_flags=router, start_limit_s=120
-    ) as running:
-        yield running
-        assert running.errors_without_code() == []
+def cluster(smol: Cluster) -> Iterator[Cluster]:
+    yield smol
+    assert smol.errors_without_code() == []
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +290,7 @@ def test_processes_when_grammars_are_on_then_say_so_and_router_and_fronts_have_n
 def test_answer_when_its_decode_server_is_killed_in_the_middle_then_goes_on_within_the_grammar(
     cluster: Cluster, http: httpx.Client
 ) -> None:
-    """Last of all: one decode server is left."""
+    """Last of all that the cluster is for: one decode server is left."""
     fields = {"regex": "([a-z]{2,9} ){12}end", "temperature": 0.9, "seed": 8, "max_tokens": 90}
     undisturbed = text(chat(http, "Tell me a story.", **fields))
     assert re.fullmatch(str(fields["regex"]), undisturbed)

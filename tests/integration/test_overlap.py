@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from tests.extent import extended
+from tests.integration import direct_servers
 from tests.integration.cluster import Cluster
-from tests.integration.generation_client import GenerationClient
+from tests.integration.direct_servers import LAYER_S, PIECE_S, slow_layers
+from tests.integration.test_servers_handoff import MODEL
+from tests.integration.wire_client import TIMEOUT_S, Pair, generate_input
 from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
 
 LAYERS = 3
-LAYER_S = 0.5  # a layer of a step on the prefill server takes at least this long
-# So does half a layer's time the transfer of a layer: three of them would not fit into the time of one.
-PIECE_S = 0.035
 BLOCKS = 7
 PROMPT = [(7 * i * i + 3) % (VOCAB_SIZE - 2) + 2 for i in range(16 * BLOCKS - 5)]
 
@@ -24,26 +27,37 @@ def events_of(record: dict[str, object]) -> dict[str, int]:
     return {event["name"]: event["at_ns"] for event in record["events"]}  # type: ignore[attr-defined]
 
 
+@contextmanager
+def servers(direct: Cluster, slow: Path, chunk: int) -> Iterator[Cluster]:
+    """A pair with slow layers on the prefill server, which computes `chunk` tokens in a step."""
+    if chunk == direct_servers.CHUNK:
+        slow.touch()
+        try:
+            yield direct
+        finally:
+            slow.unlink()
+        return
+    flags = (*direct_servers.FLAGS, "--max-num-batched-tokens", str(chunk))
+    with Cluster(
+        1, 1, model=tiny_model("llama"), router=False, prefill_flags=flags, decode_flags=flags,
+        prefill_env={"BATON_FAULTS": slow_layers()},
+    ) as own:  # fmt: skip
+        yield own
+
+
 @pytest.mark.serial
 @pytest.mark.parametrize("chunk", [extended(128, id="one step"), pytest.param(64, id="two chunks")])
-def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_after_the_last_layer(chunk: int) -> None:
-    faults = f"engine.layer:delay={LAYER_S};cache_store.send_piece:delay={PIECE_S}"
-    flags = ["--block-size", "16", "--max-num-batched-tokens", str(chunk)]
-    with (
-        Cluster(
-            1,
-            1,
-            model=tiny_model("llama"),
-            prefill_flags=flags,
-            decode_flags=flags,
-            prefill_env={"BATON_FAULTS": faults},
-        ) as cluster,
-        GenerationClient(cluster.router.grpc) as client,
-    ):
-        answer = client.generate(PROMPT, 4)
-        assert (answer.path, answer.cached_tokens) == ("pd", 0)
-        prefill = events_of(cluster.prefill[0].finished(answer.request_id))
-        decode = events_of(cluster.decode[0].finished(answer.request_id))
+def test_transfer_when_layers_take_long_then_it_ends_within_one_layers_time_after_the_last_layer(
+    direct: Cluster, slow: Path, chunk: int
+) -> None:
+    with servers(direct, slow, chunk) as cluster, Pair(cluster.prefill[0], cluster.decode[0], MODEL) as pair:
+        request = generate_input("overlap", PROMPT, model=MODEL, max_tokens=4, ignore_eos=True)
+        reader = pair.open_decode(request)
+        reader.wait_for("reserved")
+        computed = pair.open_prefill(request).result(TIMEOUT_S)
+        assert (len(reader.wait_end().token_ids), computed.result.cached_tokens) == (4, 0), reader.error
+        prefill = events_of(cluster.prefill[0].finished("overlap"))
+        decode = events_of(cluster.decode[0].finished("overlap"))
         published = [prefill[f"layer_published:{layer}"] for layer in range(LAYERS)]
         received = [decode[f"layer_received:{layer}"] for layer in range(LAYERS)]
         # Pieces were sent slowly enough that the whole transfer, begun after the last layer, would take longer.

@@ -12,34 +12,18 @@ import pytest
 from protos import common_pb2, decode_pb2, prefill_pb2
 from rpc.errors import ErrorCode
 from tests.integration.cluster import Cluster, wait_for
+from tests.integration.direct_servers import DECODE_BLOCKS
 from tests.integration.test_servers_handoff import BLOCK, MODEL, prompt_of
 from tests.integration.wire_client import TIMEOUT_S, EventReader, Pair, generate_input, key_of, typed
-from tests.unit.engine.tiny_models import VOCAB_SIZE, tiny_model
+from tests.unit.engine.tiny_models import VOCAB_SIZE
 
-# A load that failed ends the request, so that its cause can be seen; by default D would compute the prompt itself.
-FAIL = ["--kv-load-failure-policy", "fail"]
-FLAGS = ["--served-model-name", MODEL, "--block-size", str(BLOCK), "--max-num-batched-tokens", "64"]
-# Every step of these requests' prefill takes this long: states last long enough to be met.
-SLOW = {"BATON_FAULTS": "engine.step:delay=0.3,kind=prefill,request_key=slow-*"}
-DECODE_BLOCKS = 28
 LIMIT_S = 5.0
 FORMAT, PARAMS = ErrorCode.ERROR_GENERATE_CONFIG_FORMAT, ErrorCode.INVALID_PARAMS
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(
-        1,
-        1,
-        model=tiny_model("llama"),
-        router=False,
-        prefill_flags=FLAGS,
-        decode_flags=[*FLAGS, *FAIL, "--num-kv-blocks", str(DECODE_BLOCKS)],
-        prefill_env=SLOW,
-        # What is ended while it generates has not come to its end by itself before.
-        decode_env={"BATON_FAULTS": "engine.step:delay=0.02,request_key=gen-*"},
-    ) as running:
-        yield running
+def cluster(direct: Cluster) -> Cluster:
+    return direct
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,26 @@
+"""Servers that modules share, which start once where their tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, the layers of the prefill server of `direct` are slow."""
+    return tmp_path_factory.mktemp("direct") / "slow"
+
+
+@pytest.fixture(scope="session")
+def direct(slow: Path) -> Iterator[Cluster]:
+    """A prefill and a decode server without a router. Whoever uses them leaves them running, and at rest; but for
+    `test_servers_lifecycle.py`, the last one to use them, which ends them."""
+    from tests.integration import direct_servers
+
+    with direct_servers.start(slow) as running:
+        yield running
