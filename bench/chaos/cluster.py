@@ -42,7 +42,7 @@ TIER_FLAGS = (
 SERVER_FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", "--cache-store-port", "0", "--drain-grace-secs", "0",
     "--drain-timeout-secs", "10", "--threads", "1", "--dtype", "float32", "--load-cache-timeout-ms", "2000",
-    "--num-kv-blocks", "256", "--kv-lease-seconds", "10",
+    "--num-kv-blocks", "256", "--kv-lease-seconds", "6",
 )  # fmt: skip
 ROUTER_FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--drain-grace-secs", "0", "--allow-pins",

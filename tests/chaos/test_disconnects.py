@@ -23,7 +23,7 @@ from tests.integration.generation_client import GenerationClient
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
 
 SEED = 20250301
-CLIENTS = extent(24, 40)
+CLIENTS = extent(12, 40)
 AT_ONCE = 8
 
 

@@ -24,6 +24,7 @@ from deploy.grafana.boards import BOARDS
 from rpc.metric_families import families_of
 from tests.conformance import mixed_requests
 from tests.conformance.mixed_requests import CHAT, Mixed, Seen, tally
+from tests.extent import extent
 from tests.integration.cluster import Cluster, ServerProcess, wait_for
 from tests.integration.generation_client import GenerationClient
 from tests.standstill import standing_still
@@ -34,8 +35,8 @@ from tests.unit.engine.tiny_models import tiny_model
 
 MODEL = "tiny"
 COMPLETIONS = "/v1/completions"
-# 100 by default; the long run is BATON_MIXED_REQUESTS=1000.
-MIXED = int(os.environ.get("BATON_MIXED_REQUESTS", "100"))
+# The long run is BATON_MIXED_REQUESTS=1000.
+MIXED = int(os.environ.get("BATON_MIXED_REQUESTS", extent("60", "100")))
 BLOCKS = 40
 NAMES = ("--served-model-name", MODEL)
 SERVER = (*NAMES, "--num-kv-blocks", str(BLOCKS), "--kv-checksum", "all")

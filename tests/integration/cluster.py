@@ -41,9 +41,10 @@ SERVER_FLAGS = (
     "--num-kv-blocks", "64", "--drain-grace-secs", "0", "--drain-timeout-secs", "10",
     "--access-log-flush-interval-seconds", "0.05",
 )  # fmt: skip
+# On a machine that stands still for a while no server is taken for silent.
 ROUTER_FLAGS = (
     "--port", "0", "--grpc-port", "0", "--drain-grace-secs", "0", "--drain-timeout-secs", "10",
-    "--access-log-flush-interval-seconds", "0.05",
+    "--access-log-flush-interval-seconds", "0.05", "--health-check-timeout-secs", "10",
 )  # fmt: skip
 
 FIRST_PORT = 12000
@@ -325,6 +326,8 @@ class Cluster:
             if self._with_router:
                 self.start_router()
                 self.wait_router_ready()
+                if max(self._counts.values()) > 1:  # it is ready with the first pair
+                    self.wait_workers_ready()
         except BaseException:
             self.end(failed=True)
             raise

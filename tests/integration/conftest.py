@@ -13,7 +13,9 @@ from tests.integration.cluster import Cluster
 @pytest.fixture(scope="session")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """While this file is there, the layers of the prefill server of `direct` are slow."""
-    return tmp_path_factory.mktemp("direct") / "slow"
+    from tests.integration.direct_servers import SLOW
+
+    return tmp_path_factory.mktemp("direct") / SLOW
 
 
 @pytest.fixture(scope="session")
@@ -22,5 +24,5 @@ def direct(slow: Path) -> Iterator[Cluster]:
     `test_servers_lifecycle.py`, the last one to use them, which ends them."""
     from tests.integration import direct_servers
 
-    with direct_servers.start(slow) as running:
+    with direct_servers.start(slow.parent) as running:
         yield running

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.integration.cluster import Cluster
+from tests.integration.grammar_packages import DAMAGED, in_front, package
 from tests.integration.test_servers_handoff import BLOCK, MODEL
 from tests.unit.engine.tiny_models import tiny_model
 
@@ -22,6 +23,7 @@ DECODE_FAULTS = (
     "engine.step:delay=0.02,request_key=gen-*",
     "engine.step:delay=0.05,kind=decode,request_key=victim*",
 )
+SLOW = "slow"  # name of a file
 LAYER_S = 0.5  # that a layer of a step takes on a prefill server whose layers are slow
 PIECE_S = 0.035  # and a block of a layer on its way
 
@@ -33,11 +35,14 @@ def slow_layers(condition: str = "") -> str:
 
 
 @contextmanager
-def start(slow: Path) -> Iterator[Cluster]:
-    """While there is a file `slow`, the layers of the prefill server are."""
+def start(folder: Path) -> Iterator[Cluster]:
+    """While there is a file SLOW in the folder, the layers of the prefill server are. Structured output is off, and
+    its library, which nobody may look at then, damaged."""
+    library = package(folder, DAMAGED)
     with Cluster(
         1, 1, model=tiny_model("llama"), router=False, prefill_flags=FLAGS, decode_flags=DECODE_FLAGS,
-        prefill_env={"BATON_FAULTS": ";".join((*PREFILL_FAULTS, slow_layers(f",while={slow}")))},
+        env={"PYTHONPATH": in_front(library), "BATON_GRAMMAR_BACKEND": "none"},
+        prefill_env={"BATON_FAULTS": ";".join((*PREFILL_FAULTS, slow_layers(f",while={folder / SLOW}")))},
         decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS)},
     ) as running:  # fmt: skip
         yield running

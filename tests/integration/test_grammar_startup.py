@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from tests.integration.cluster import ROUTER_FLAGS, SERVER_FLAGS, Cluster
+from tests.integration.grammar_packages import DAMAGED, in_front, package
 from tests.unit.engine.tiny_models import tiny_model
 
 LIMIT_S = 100.0
-DAMAGED = 'raise ImportError("libxgrammar_bindings.so: wrong ELF class")\n'
 
 
 def start(module: str, flags: tuple[str, ...], backend: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -22,17 +22,6 @@ def start(module: str, flags: tuple[str, ...], backend: str, folder: Path) -> su
     command = [sys.executable, "-m", module, "--model", str(tiny_model("llama")), *flags, "--grammar-backend", backend]
     environment = {**os.environ, "PYTHONPATH": in_front(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-
-
-def in_front(folder: Path) -> str:
-    """PYTHONPATH with the folder before what is there."""
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def package(folder: Path, source: str) -> Path:
-    (folder / "xgrammar").mkdir()
-    (folder / "xgrammar" / "__init__.py").write_text(source)
-    return folder
 
 
 @pytest.mark.invariant("RPC-21")
@@ -57,28 +46,23 @@ def test_start_when_the_library_has_a_programming_error_then_it_is_told_as_one(t
     assert "a programming error" in line and "NameError: name 'undefined_name' is not defined" in line
 
 
-def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_alike(tmp_path: Path) -> None:
-    """Off, the library is not even looked at: this one is damaged. A server that is off refuses by itself."""
-    off = {"PYTHONPATH": in_front(package(tmp_path, DAMAGED))}
+def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_alike(direct: Cluster) -> None:
+    """Off, the library is not even looked at: that of the servers is damaged. One that is off refuses by itself."""
     none, on = ("--grammar-backend", "none"), ("--grammar-backend", "xgrammar")
+    body = {"prompt": "x", "regex": "a+", "max_tokens": 4}
+    assert direct.decode[0].metric("baton_grammar_validator_available") == 0
     with (
-        Cluster(
-            0, 1, model=tiny_model("llama"),
-            decode_flags=none, router_flags=none, env=off, start_limit_s=LIMIT_S,
-        ) as cluster,
-        httpx.Client(timeout=LIMIT_S) as client,
-    ):  # fmt: skip
-        body = {"prompt": "x", "regex": "a+", "max_tokens": 4}
-        assert cluster.router.metric("baton_grammar_validator_available") == 0
-        assert cluster.decode[0].metric("baton_grammar_validator_available") == 0
-        servers = [flag for server in cluster.servers for flag in (f"--{server.role}", server.grpc)]
-        routers = {"off": cluster.router}
-        with Cluster(0, 0, model=tiny_model("llama"), router=False) as beside:
-            routers["on"] = beside.start_router([*servers, *on])
-            for name, router in routers.items():
-                response = client.post(f"http://{router.http}/v1/completions", json=body)
-                error = response.json()["error"]
-                assert (response.status_code, error["baton_code"]) == (400, 605), (name, error)
-                assert "--grammar-backend" in error["message"]
-                assert client.post(f"http://{router.http}/v1/completions", json={"prompt": "x"}).status_code == 200
-        cluster.assert_clean_ledgers()
+        direct.lent(direct.prefill, direct.decode, none) as off_router,
+        direct.lent(direct.prefill, direct.decode, on) as on_router,
+        httpx.Client(timeout=LIMIT_S, verify=False) as client,
+    ):
+        assert off_router.router.metric("baton_grammar_validator_available") == 0
+        assert on_router.router.metric("baton_grammar_validator_available") == 1
+        for name, cluster in (("off", off_router), ("on", on_router)):
+            url = f"http://{cluster.router.http}/v1/completions"
+            response = client.post(url, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["baton_code"]) == (400, 605), (name, error)
+            assert "--grammar-backend" in error["message"]
+            assert client.post(url, json={"prompt": "x"}).status_code == 200
+        direct.assert_clean_ledgers()

@@ -132,15 +132,20 @@ def test_directory_when_a_second_server_is_given_it_then_that_one_does_not_start
     assert tiered.generate()[0] == tiered.expected
 
 
-def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_holds_no_blocks_for_it(tiered: Tiered) -> None:
+def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_holds_no_blocks_for_it(
+    tiered: Tiered, tmp_path: Path
+) -> None:
     cluster = tiered.cluster
     assert cluster.prefill[0].terminate() == 0
-    slow = "cache_store.tier:delay=6,tier=disk,operation=get,times=1"
-    tiered.start_anew({"BATON_FAULTS": slow}, "--kv-tier-timeout-ms", "200")
+    slow = tmp_path / "slow"  # as long as it is there
+    slow.touch()
+    fault = f"cache_store.tier:delay=60,tier=disk,operation=get,times=1,while={slow}"
+    tiered.start_anew({"BATON_FAULTS": fault}, "--kv-tier-timeout-ms", "200")
     assert tiered.generate() == (tiered.expected, 0)
-    assert tiered.count("fetches_total", outcome="timeout") == 1
+    wait_for("the count", lambda: tiered.count("fetches_total", outcome="timeout") == 1, 10.0)
     assert len(tiered.generate(SHORT)[0]) == NEW_TOKENS  # while the disk is still at it
     cluster.assert_clean_ledgers()
+    slow.unlink()
 
 
 def test_cache_when_it_is_flushed_then_neither_pool_nor_disk_has_the_prompt(tiered: Tiered) -> None:

@@ -81,7 +81,7 @@ def prompt_of(number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with running_master() as master:
+    with running_master(client_ttl_s=10) as master:  # more than a machine stands still for
         flags = ["--served-model-name", "tiny", "--block-size", str(BLOCK), "--num-kv-blocks", str(POOL_BLOCKS)]
         tier = ["--kv-tier", f"{master.address}?segment_bytes={32 << 20}"]
         tier += ["--kv-tier-timeout-ms", str(LIMIT_MS), "--kv-tier-min-tokens", str(BLOCK)]

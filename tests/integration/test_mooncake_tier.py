@@ -40,12 +40,13 @@ TIMEOUT_S = 0.5  # where it is to be exceeded
 CALM_S = 20.0  # where it is not
 LATE_S = 3.0  # that a call may take beyond its limit on a machine that is busy
 RECOVER_S = 60.0
+LONG_TTL_S = 60  # of the clients of a store that is to forget none of them, on a machine that stands still for a while
 _numbers = count(1)
 
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[MooncakeMaster]:
-    with running_master() as master:
+    with running_master(client_ttl_s=LONG_TTL_S) as master:
         yield master
 
 
@@ -176,7 +177,7 @@ def test_tier_when_a_record_of_another_size_has_the_name_then_it_is_no_hit(
 
 
 def test_tier_when_there_is_no_room_then_takes_nothing_more_and_keeps_what_it_has() -> None:
-    with running_master() as master, tiers(master, 16 << 20, 0, timeout_s=CALM_S) as (_, tier):
+    with running_master(client_ttl_s=LONG_TTL_S) as master, tiers(master, 16 << 20, 0, timeout_s=CALM_S) as (_, tier):
         keys = keys_of(150)  # 30 MB
         kept: list[bytes] = []
         for key in keys:
@@ -314,14 +315,17 @@ def test_client_when_it_stops_then_its_process_is_replaced(monkeypatch: pytest.M
 
 def test_client_when_a_holder_of_blocks_stops_then_reads_end_in_time_and_others_go_on() -> None:
     limit_s = 2.0
-    with running_master() as master, tiers(master, SEGMENT_BYTES, 0, timeout_s=limit_s) as (holder, reader):
+    with (
+        running_master(client_ttl_s=LONG_TTL_S) as master,  # which does not notice
+        tiers(master, SEGMENT_BYTES, 0, timeout_s=limit_s) as (holder, reader),
+    ):
         keys = keys_of(4)
         assert all(holder.put(key, record_of(key)) for key in keys)
         pid = holder.link.pid
         assert pid is not None
         stand_still(pid)
         try:
-            assert reader.find(keys) == len(keys), "the master has not noticed"
+            assert reader.find(keys) == len(keys)
             began = time.monotonic()
             with pytest.raises(TierError) as caught:
                 read(reader, keys[0])
