@@ -13,7 +13,7 @@ from cache_store.agent import GroupLayout
 from cache_store.transports import ONE_SIDED
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
-from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node, assert_clean, key_of, nodes, settings
+from tests.unit.cache_store.agents import LAYOUT, POOL_BLOCKS, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.shared import SharedNode, needs_nixl
 from tests.unit.cache_store.staged import StagedNode
 
@@ -164,6 +164,7 @@ def test_load_when_the_peer_is_closed_in_its_middle_then_a_typed_error_and_the_n
             prefill.admit(key_of(1), [5, 6])
             prefill.agent.publish(key_of(1), LAYOUT.tag, 0, 2)
             decode.load(prefill.source, key_of(1), [1, 2])
+            until(lambda: prefill.agent.stats().readers, "the load reads")
         assert decode.load_failed().error.code in (
             ErrorCode.SERVER_DRAINING,
             ErrorCode.CONNECTION_RESET_BY_PEER,

@@ -324,14 +324,26 @@ def test_lease_when_a_rank_waits_for_the_load_of_another_then_it_lives_as_long_a
 ) -> None:
     """A rank of P whose copies are read elsewhere, or whose KV was read first, is let go with the others, and not
     before: a reload would need it, and its lease has not expired."""
-    lasting = settings(lease_seconds=1.5)
-    pair = make_pair(prefill_tp, decode_tp, heads, agent_settings=lasting)
+    limits, clock = settings(lease_seconds=0.6), HeldClock()
+    pair = (
+        RankServer("prefill", prefill_tp, heads, seed=1, agent_settings=limits, clock=clock),
+        RankServer("decode", decode_tp, heads, seed=100, agent_settings=limits),
+    )
     with servers(*pair) as (prefill, decode):
-        faults.arm(f"cache_store.send_piece:delay=4,layer=1,times=1,rank={slow}")
+        decode.nodes[slow].gate.close()
         whole = whole_of(heads, len(SOURCE))
         prefill.put(SOURCE, whole)
         decode.load(prefill.source, KEY, TARGET)
         prefill.stage(KEY, SOURCE)
+        assert decode.nodes[slow].gate.reached.wait(20)
+        others = [node for rank, node in enumerate(prefill.nodes) if rank != slow]
+        if decode_tp > 1:
+            until(lambda: KEY in decode.nodes[1 - slow].agent._pulling._kept, "the other rank has its part")
+        for _ in range(5):  # more than three leases
+            prefill.until(lambda: all(lease_left(node, clock) > 0.5 for node in others), "renewals of the others")
+            clock.move(0.4)
+        assert prefill.quiet()
+        decode.nodes[slow].gate.open()
         decode.load_done()
         assert decode.holds(TARGET, whole)
         ended = prefill.lease_ended()
@@ -341,7 +353,10 @@ def test_lease_when_a_rank_waits_for_the_load_of_another_then_it_lives_as_long_a
 
 def test_keep_alive_when_the_request_is_queued_then_the_lease_of_every_rank_is_renewed() -> None:
     limits, clock = settings(lease_seconds=0.6), HeldClock()
-    pair = RankServer("prefill", 2, 4, agent_settings=limits, clock=clock), RankServer("decode", 2, 4, seed=100)
+    pair = (
+        RankServer("prefill", 2, 4, agent_settings=limits, clock=clock),
+        RankServer("decode", 2, 4, seed=100, agent_settings=settings(lease_seconds=0.9)),  # until it knows that of P
+    )
     with servers(*pair) as (prefill, decode):
         prefill.stage(KEY, SOURCE)
         decode.agents.keep_alive(KEY, prefill.source)
