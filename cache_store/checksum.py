@@ -1,8 +1,8 @@
-"""Integrity of transferred blocks: xxh3-64 per block of a layer; with the transport tcp, of the blocks of a notice."""
+"""Integrity of transferred blocks: xxh3-64 of those that travel together, which are of one layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import xxhash
 
@@ -26,25 +26,19 @@ def covered(mode: str, layer: int, first_block: int) -> bool:
     return mode == "all" or (mode == "sample" and (layer + first_block) % SAMPLE_EVERY == 0)
 
 
-def checksums(data: memoryview, block_bytes: int) -> list[int]:
-    """xxh3-64 of each `block_bytes` long block of `data`."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(data[at : at + block_bytes]) for at in range(0, data.nbytes, block_bytes)]
+def digest(views: Iterable[memoryview]) -> int:
+    """xxh3-64 of the views' bytes, one after the other."""
+    state = xxhash.xxh3_64()
+    for view in views:
+        state.update(view)
+    return state.intdigest()
 
 
-def verify(data: memoryview, block_bytes: int, blocks: Sequence[int], expected: Sequence[int], where: str) -> None:
-    """Raises KV_CHECKSUM_MISMATCH naming the first damaged block of `where`."""
-    compare(checksums(data, block_bytes), blocks, expected, where)
-
-
-def compare(sums: Sequence[int], blocks: Sequence[int | str], expected: Sequence[int], where: str) -> None:
-    """Like `verify`, with the checksums of what arrived."""
-    if sums == expected:
-        return
-    for block, have, want in zip(blocks, sums, expected, strict=True):
-        if have != want:
-            raise BatonError(
-                ErrorCode.KV_CHECKSUM_MISMATCH,
-                "a KV block arrived damaged",
-                metadata={"piece": f"{where}, block {block}", "expected": f"{want:016x}", "got": f"{have:016x}"},
-            )
+def compare(have: int, want: int, where: str) -> None:
+    """Checksum of what arrived at `where`, and what the peer has sent of it. Raises KV_CHECKSUM_MISMATCH."""
+    if have != want:
+        raise BatonError(
+            ErrorCode.KV_CHECKSUM_MISMATCH,
+            "KV blocks arrived damaged",
+            metadata={"piece": where, "expected": f"{want:016x}", "got": f"{have:016x}"},
+        )

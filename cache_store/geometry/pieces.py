@@ -11,14 +11,15 @@ from cache_store.geometry.rows import runs
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`blocks` are indices in the request, in the order of the event; `sources` where they lie at the sender, when they
-    are read there (`Notice.source_runs`). `block_bytes` is that of one of them in one layer; `checksums`: of each.
+    are read there (`Notice.source_runs`). `block_bytes` is that of one of them in one layer; `checksum` of the bytes of
+    all, when they have one.
     """
 
     group: str
     layers: range
     blocks: Sequence[int]
     block_bytes: int
-    checksums: Sequence[int] = ()
+    checksum: int | None = None
     sources: Sequence[int] = ()
 
     @property

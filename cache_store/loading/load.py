@@ -133,7 +133,8 @@ class Load:
     def read_header(self, header: cache_store_pb2.PieceHeader) -> Piece:
         """What a piece event is about; `expect` checks it."""
         layers = range(header.layer, header.layer + 1) if header.HasField("layer") else range(0)
-        return Piece(header.group, layers, list(header.blocks), header.block_bytes, list(header.checksums))
+        sum_ = header.checksum if header.HasField("checksum") else None
+        return Piece(header.group, layers, list(header.blocks), header.block_bytes, sum_)
 
     def read_notice(self, notice: cache_store_pb2.Notice) -> Piece:
         """What a notice is about; `expect` checks it. Raises the load's failure for one that names no blocks."""
@@ -190,11 +191,11 @@ class Load:
                 self.fail_with(breach(f"{len(piece.sources)} blocks of the peer, {sources} hold the tokens"))
             return wanted  # never copied through a buffer that something else could have damaged
         # Over tcp one of all of them follows their bytes.
-        if self.transport != TCP and self.covers(piece) and len(piece.checksums) != len(blocks):
+        if self.transport != TCP and self.covers(piece) and piece.checksum is None:
             self._count("checksum", len(blocks))
             self.fail_with(
                 BatonError(
-                    ErrorCode.KV_CHECKSUM_MISMATCH, "KV blocks arrived without checksums", metadata={"piece": where}
+                    ErrorCode.KV_CHECKSUM_MISMATCH, "KV blocks arrived without a checksum", metadata={"piece": where}
                 )
             )
         return wanted
@@ -221,21 +222,19 @@ class Load:
                 before = block
 
     def verify(self, piece: Piece, data: memoryview) -> None:
-        """Compares the checksums of an expected event, if it has any. Raises KV_CHECKSUM_MISMATCH."""
-        if self.checksum_mode != "off" and piece.checksums:
-            self._compare(piece, piece.blocks, checksum.checksums(data, piece.block_bytes), piece.checksums)
+        """Compares the checksum of an expected event, if it has one. Raises KV_CHECKSUM_MISMATCH."""
+        if self.checksum_mode != "off" and piece.checksum is not None:
+            self.compare(piece, checksum.digest([data]), piece.checksum)
 
     def covers(self, piece: Piece) -> bool:
-        """Whether an expected event, of one layer, has to have checksums. May be asked by any thread."""
+        """Whether an expected event, of one layer, has to have a checksum. May be asked by any thread."""
         return checksum.covered(self.checksum_mode, piece.layer, piece.blocks[0])
 
-    def verify_run(self, piece: Piece, have: int, want: int) -> None:
-        """Compares the checksum of all blocks of an event, of one layer. Raises KV_CHECKSUM_MISMATCH."""
-        self._compare(piece, [f"{piece.blocks[0]}-{piece.blocks[-1]}"], [have], [want])
-
-    def _compare(self, piece: Piece, blocks: Sequence[int | str], sums: Sequence[int], expected: Sequence[int]) -> None:
+    def compare(self, piece: Piece, have: int, want: int) -> None:
+        """Compares the checksum of what has come of an event, of one layer. Raises KV_CHECKSUM_MISMATCH."""
+        where = f"{piece.group!r}, layer {piece.layer}, blocks {piece.blocks[0]}-{piece.blocks[-1]}"
         try:
-            checksum.compare(sums, blocks, expected, f"{piece.group!r}, layer {piece.layer}")
+            checksum.compare(have, want, where)
         except BatonError as error:
             self._count("checksum")
             self.fail_with(error)

@@ -21,6 +21,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
+from cache_store.checksum import digest
 from cache_store.geometry.pieces import Piece
 from cache_store.loading.landing import Landing, places
 from cache_store.loading.load import Load, LoadState, WantedHere, breach
@@ -33,7 +34,6 @@ from cache_store.tcp.connection import (
     Inbound,
     Mover,
     Transfer,
-    digest,
     sums_apart,
     views_of,
 )
@@ -346,7 +346,7 @@ class TcpLanding(Landing):
         try:
             if load.state is LoadState.FAILED:
                 raise load.error or _not_written(RuntimeError())
-            load.verify_run(incoming.piece, have, said)
+            load.compare(incoming.piece, have, said)
         except BatonError as error:
             self._target.drop(incoming)
             self._end(incoming)

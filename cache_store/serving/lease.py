@@ -325,6 +325,11 @@ class LeaseTable:
         self._mark(lease, "load_opened")
         return reader
 
+    def open_reader(self, key: str, rank: int) -> Reader | None:
+        """Of that rank of the decode server."""
+        lease = self._leases.get(key)
+        return None if lease is None else lease.readers.get(rank)
+
     def close_load(self, reader: Reader, sent: bool) -> None:
         """The reader lets go of the blocks. `sent`: everything and the result were handed over. Idempotent."""
         if reader.state is not ReaderState.OPEN:
@@ -333,6 +338,8 @@ class LeaseTable:
         lease = reader.lease
         lease.served[reader.rank].last = reader.state
         del lease.readers[reader.rank]
+        for call in reader.on_close:
+            call()
         if reader.traceparent:
             lease.load_times.append((reader.traceparent, reader.called_ns, self._clock_ns()))
         if lease.state is LeaseState.ENDING:

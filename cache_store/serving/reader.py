@@ -123,7 +123,7 @@ class Reader:
     and asks then whether the lease still stands. So a lease outlives its direct reader even when nothing else holds it.
 
     `notify` is called whenever there may be something new: blocks, a state, or `stop`, the error with which the stream
-    has to end.
+    has to end. Each of `on_close` is called when the reader is closed.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Reader:
         self.state = ReaderState.OPEN
         self.stop: BatonError | None = None
         self.notify: Callable[[], None] = _nothing
+        self.on_close: list[Callable[[], None]] = []
         self.last_progress = now
         self.pieces_sent = 0
         # W3C trace context of the call, and when it came, for the trace of its caller.

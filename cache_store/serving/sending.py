@@ -173,17 +173,13 @@ class Sender(ABC):
 
     def _encode(self, run: Run, blocks: Sequence[int], views: Sequence[memoryview]) -> bytes:
         """The event with `blocks` of `run`, whose bytes are the views. Reads them, once."""
-        sums: list[int] = []
-        if checksum.covered(self._link.checksum, run.layer, blocks[0]):
-            for view in views:
-                sums += checksum.checksums(view, run.wanted.piece_bytes)
         wanted = run.wanted
         header = pb.PieceHeader(
             group=wanted.layout.tag,
             layer=run.layer,
             blocks=blocks,
             block_bytes=wanted.piece_bytes,
-            checksums=sums,
+            checksum=checksum.digest(views) if checksum.covered(self._link.checksum, run.layer, blocks[0]) else None,
         )
         message = wire.encode_piece(header, views)
         if self._damaged(run):
@@ -191,7 +187,7 @@ class Sender(ABC):
         return message
 
     def _damaged(self, run: Run) -> bool:
-        """Whether a fault point wants a byte of the payload to be another one. Asked once the checksums are made."""
+        """Whether a fault point wants a byte of the payload to be another one. Asked once the checksum is made."""
         return faults.armed() and bool(
             faults.fault(
                 "cache_store.piece_bytes",

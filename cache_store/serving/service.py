@@ -45,6 +45,7 @@ from rpc.server import current_traceparent
 
 STAGE = "publish"
 MAX_NOTICE_BYTES = 1 << 30  # what one event of a one-sided transport speaks of
+RELOAD_WAIT_S = 1.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
@@ -284,6 +285,8 @@ class CacheStoreService:
                 caller,
             )
 
+        if generation is not None:
+            await self._end_of_last(reference.request_key, caller.rank)
         reader = try_open()
         if reader is not None:
             return reader
@@ -306,6 +309,17 @@ class CacheStoreService:
         if reader is None:
             raise BatonError(ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "the prefill did not begin in time")
         return reader
+
+    async def _end_of_last(self, key: str, rank: int) -> None:
+        """Before a reload: its caller has ended the load before it, but by another connection, and what that one moves
+        has to stop first. Returns when it is closed, or after RELOAD_WAIT_S."""
+        last = self._table.open_reader(key, rank)
+        if last is not None:
+            closed = asyncio.Event()
+            last.on_close.append(closed.set)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RELOAD_WAIT_S):
+                    await closed.wait()
 
     def _sender(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> Sender:
         link = Link(

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import xxhash
 
+from cache_store.checksum import digest
 from cache_store.geometry.rows import Rows, runs
 from cache_store.memory.staging import settled
 
@@ -69,14 +70,6 @@ def _has_cores() -> bool:
 def sums_apart(views: Sequence[memoryview]) -> bool:
     """Whether the checksum of a transfer is another worker's business."""
     return _has_cores() and sum(view.nbytes for view in views) >= len(views) * LEAST_PIECE_BYTES
-
-
-def digest(views: Iterable[memoryview]) -> int:
-    """xxh3-64 of the views' bytes, one after the other."""
-    state = xxhash.xxh3_64()
-    for view in views:
-        state.update(view)
-    return state.intdigest()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Checksums per block, and the rule which events have them."""
+"""Checksums of events, and the rule which of them have one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ def test_covered_follows_the_mode() -> None:
     assert (0, 0) in sampled  # the smallest load is never without one
 
 
-def test_checksums_are_xxh3_64_of_each_block() -> None:
+def test_digest_is_xxh3_64_of_all_views_together() -> None:
     data = bytes(range(256)) * 4
-    assert checksum.checksums(memoryview(data), 512) == [
-        xxhash.xxh3_64(data[:512]).intdigest(),
-        xxhash.xxh3_64(data[512:]).intdigest(),
-    ]
+    views = [memoryview(data)[:100], memoryview(data)[100:]]
+    assert checksum.digest(views) == checksum.digest([memoryview(data)]) == xxhash.xxh3_64(data).intdigest()
 
 
-def test_verify_names_the_damaged_block() -> None:
+def test_compare_when_a_byte_differs_then_says_where_and_both_sums() -> None:
     data = bytearray(1024)
-    good = checksum.checksums(memoryview(data), 256)
-    checksum.verify(memoryview(data), 256, [4, 5, 6, 7], good, "layer 3")
+    good = checksum.digest([memoryview(data)])
+    checksum.compare(checksum.digest([memoryview(data)]), good, "layer 3")
     data[600] ^= 1
+    have = checksum.digest([memoryview(data)])
     with pytest.raises(BatonError) as caught:
-        checksum.verify(memoryview(data), 256, [4, 5, 6, 7], good, "layer 3")
+        checksum.compare(have, good, "layer 3")
     assert caught.value.code is ErrorCode.KV_CHECKSUM_MISMATCH
-    assert caught.value.metadata["piece"] == "layer 3, block 6"
+    assert caught.value.metadata == {"piece": "layer 3", "expected": f"{good:016x}", "got": f"{have:016x}"}

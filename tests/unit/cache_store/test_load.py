@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_store import checksum
+from cache_store.checksum import covered, digest
 from cache_store.geometry.layout import GroupLayout
 from cache_store.loading.load import Load, LoadState, WantedHere
 from protos import cache_store_pb2 as pb
@@ -25,6 +25,9 @@ PUBLISH_S = 100.0
 
 def block_data(layer: int, block: int) -> bytes:
     return bytes([layer * 16 + block]) * LAYOUT.block_bytes
+
+
+NONE = -1  # as a checksum: the event has none
 
 
 class Stream:
@@ -58,13 +61,15 @@ class Stream:
         blocks: Sequence[int],
         group: str = "full",
         data: bytes | None = None,
-        sums: Sequence[int] | None = None,
+        checksum: int | None = None,
         block_bytes: int = LAYOUT.block_bytes,
     ) -> None:
         payload = b"".join(block_data(layer, block) for block in blocks) if data is None else data
-        if sums is None:
-            sums = checksum.checksums(memoryview(payload), LAYOUT.block_bytes)
-        header = pb.PieceHeader(group=group, layer=layer, blocks=blocks, block_bytes=block_bytes, checksums=sums)
+        if checksum is None:
+            checksum = digest([memoryview(payload)])
+        header = pb.PieceHeader(group=group, layer=layer, blocks=blocks, block_bytes=block_bytes)
+        if checksum != NONE:
+            header.checksum = checksum
         piece = self.load.read_header(header)
         self.load.expect(piece, len(payload))
         self.load.verify(piece, memoryview(payload))
@@ -161,8 +166,8 @@ def test_load_completes_with_any_order_and_split_of_its_blocks(data: st.DataObje
         (lambda s: s.send(0, [], data=b""), ErrorCode.READ_BUFFER_MISMATCH, None),
         (lambda s: s.send(0, [2], data=bytes(LAYOUT.block_bytes - 1)), ErrorCode.READ_BUFFER_MISMATCH, None),
         (lambda s: s.send(0, [2], block_bytes=1), ErrorCode.READ_BUFFER_MISMATCH, None),
-        (lambda s: s.send(0, [2], sums=[1]), ErrorCode.KV_CHECKSUM_MISMATCH, "checksum"),
-        (lambda s: s.send(0, [2], sums=[]), ErrorCode.KV_CHECKSUM_MISMATCH, "checksum"),
+        (lambda s: s.send(0, [2], checksum=1), ErrorCode.KV_CHECKSUM_MISMATCH, "checksum"),
+        (lambda s: s.send(0, [2], checksum=NONE), ErrorCode.KV_CHECKSUM_MISMATCH, "checksum"),
         (lambda s: s.done(0), ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "missing"),
         (lambda s: s.load.on_end(), ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "missing"),
         (lambda s: s.load.on_started(pb.Started(generation=1)), ErrorCode.CACHE_STORE_LOAD_UNKNOWN_ERROR, None),
@@ -306,7 +311,7 @@ def test_p2_pieces_of_two_groups_with_equal_block_numbers_do_not_meet() -> None:
         layer=0,
         blocks=[0, 1],
         block_bytes=WINDOW.block_bytes,
-        checksums=checksum.checksums(memoryview(bytes(2 * WINDOW.block_bytes)), WINDOW.block_bytes),
+        checksum=digest([memoryview(bytes(2 * WINDOW.block_bytes))]),
     )
     piece = stream.load.read_header(header)
     assert stream.load.expect(piece, 2 * WINDOW.block_bytes).block_ids == [5, 6]
@@ -318,16 +323,16 @@ def test_p2_pieces_of_two_groups_with_equal_block_numbers_do_not_meet() -> None:
 @pytest.mark.parametrize("mode", ["sample", "all"])
 def test_damage_is_found_in_every_event_that_has_checksums(mode: str) -> None:
     stream = Stream(mode=mode).started()
-    sums = checksum.checksums(memoryview(block_data(0, 2)), LAYOUT.block_bytes)
+    good = digest([memoryview(block_data(0, 2))])
     damaged = bytes([1]) + block_data(0, 2)[1:]
-    code = fails(lambda: stream.send(0, [2], data=damaged, sums=sums), stream.load)
+    code = fails(lambda: stream.send(0, [2], data=damaged, checksum=good), stream.load)
     assert code is ErrorCode.KV_CHECKSUM_MISMATCH
 
 
 def test_events_that_the_mode_does_not_cover_need_no_checksums() -> None:
-    assert not checksum.covered("sample", 0, FIRST)
-    Stream(mode="sample").started().send(0, [2], sums=[])
-    Stream(mode="off").started().send(0, [2], sums=[])
+    assert not covered("sample", 0, FIRST)
+    Stream(mode="sample").started().send(0, [2], checksum=NONE)
+    Stream(mode="off").started().send(0, [2], checksum=NONE)
 
 
 @pytest.mark.invariant("RPC-14")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_store import checksum
+from cache_store.checksum import digest
 from cache_store.geometry.tp_mapping import peer_map
 from cache_store.loading.load import LoadState
 from cache_store.serving.lease import Lease, LeaseState
@@ -236,8 +236,7 @@ def piece_twice(stream: Stream) -> None:
 
 
 def damaged(stream: Stream) -> None:
-    sums = checksum.checksums(memoryview(bytes(LAYOUT.block_bytes)), LAYOUT.block_bytes)
-    stream.send(0, [FIRST], sums=sums)
+    stream.send(0, [FIRST], checksum=digest([memoryview(bytes(LAYOUT.block_bytes))]))
 
 
 def receive_rest(stream: Stream) -> None:

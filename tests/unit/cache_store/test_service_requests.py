@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from cache_store.serving import service
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc as pb_grpc
@@ -149,7 +150,7 @@ def test_generated_client_handshakes_loads_renews_and_releases(
     for layer, event in enumerate(pieces):
         blocks = [node.memory["full"][layer][block].tobytes() for block in IDS]
         assert event.data == b"".join(blocks)
-        assert list(event.pieces.checksums) == [xxhash.xxh3_64(block).intdigest() for block in blocks]
+        assert event.pieces.checksum == xxhash.xxh3_64(b"".join(blocks)).intdigest()
         assert event.pieces.block_bytes == LAYOUT.block_bytes
     assert events[-1].done == pb.Done(result=prefill_result(), pieces=9)
     reference = pb.KvReference(engine_id="prefill", request_key=staged, generation=5)
@@ -166,7 +167,7 @@ def test_checksums_are_sent_as_the_mode_says(
     stub: pb_grpc.CacheStoreStub, staged: str, mode: str, layers: list[int]
 ) -> None:
     events = list(stub.Load(load_request(staged, checksum=mode), timeout=STUB_TIMEOUT_S))
-    assert [e.pieces.layer for e in events if e.HasField("pieces") and e.pieces.checksums] == layers
+    assert [e.pieces.layer for e in events if e.HasField("pieces") and e.pieces.HasField("checksum")] == layers
 
 
 def test_share_of_the_heads_is_sent_when_it_is_asked_for(node: Node, stub: pb_grpc.CacheStoreStub, staged: str) -> None:
@@ -177,9 +178,9 @@ def test_share_of_the_heads_is_sent_when_it_is_asked_for(node: Node, stub: pb_gr
         for event in stub.Load(load_request(staged, wanted=[half], reader=second), timeout=STUB_TIMEOUT_S)
         if event.HasField("pieces")
     ]
-    block = node.memory["full"][0][IDS[0]].reshape(2, 2, -1)  # K and V, heads, bytes
-    assert events[0].data[: LAYOUT.block_bytes // 2] == block[:, 1].tobytes()
-    assert events[0].pieces.checksums[0] == xxhash.xxh3_64(block[:, 1].tobytes()).intdigest()
+    blocks = node.memory["full"][0][IDS].reshape(len(IDS), 2, 2, -1)  # blocks, K and V, heads, bytes
+    assert events[0].data == blocks[:, :, 1].tobytes()
+    assert events[0].pieces.checksum == xxhash.xxh3_64(events[0].data).intdigest()
 
 
 def test_load_that_came_first_streams_while_the_prompt_is_computed(node: Node, stub: pb_grpc.CacheStoreStub) -> None:
@@ -422,6 +423,43 @@ def test_k2_reference_to_other_kv_is_refused_in_every_call(
         assert not stub.Release(release, timeout=STUB_TIMEOUT_S).found
     else:
         assert refused(lambda: stub.Release(release, timeout=STUB_TIMEOUT_S)).code is code
+
+
+def test_reload_that_overtakes_the_end_of_the_load_before_it_waits_for_that(
+    node: Node, stub: pb_grpc.CacheStoreStub
+) -> None:
+    key = key_of(79)
+    node.admit(key, IDS, generation=3)
+    first = stub.Load(load_request(key), timeout=STUB_TIMEOUT_S)
+    assert next(first).started.generation == 3
+    reference = pb.KvReference(engine_id="prefill", request_key=key, generation=3)
+    again = stub.Load(load_request(key, reference=reference), timeout=STUB_TIMEOUT_S)
+    opened = node.agent._table.open_reader
+    until(lambda: bool(getattr(opened(key, 0), "on_close", [])), "the reload waits")
+    first.cancel()
+    assert next(again).started.generation == 3
+    node.compute(key, 3)
+    assert list(again)[-1].done.pieces == 9
+    assert stub.Release(
+        pb.ReleaseRequest(reference=reference, complete=True, reader=READER), timeout=STUB_TIMEOUT_S
+    ).found
+
+
+def test_reload_beside_a_load_that_stays_open_is_a_duplicate(
+    node: Node, stub: pb_grpc.CacheStoreStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RELOAD_WAIT_S", 0.05)
+    key = key_of(80)
+    node.admit(key, IDS, generation=3)
+    first = stub.Load(load_request(key), timeout=STUB_TIMEOUT_S)
+    assert next(first).started.generation == 3
+    reference = pb.KvReference(engine_id="prefill", request_key=key, generation=3)
+    assert load_refused(stub, load_request(key, reference=reference)).code is ErrorCode.DUPLICATE_REQUEST
+    node.compute(key, 3)
+    assert list(first)[-1].done.pieces == 9
+    assert stub.Release(
+        pb.ReleaseRequest(reference=reference, complete=True, reader=READER), timeout=STUB_TIMEOUT_S
+    ).found
 
 
 def test_k12_second_load_is_a_duplicate_beside_an_open_and_a_parked_one(
