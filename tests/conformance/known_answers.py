@@ -14,8 +14,8 @@ from tests.integration.generation_client import TIMEOUT_S, GenerationClient
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 5}
-# Flags of a decode server whose requests wait for blocks, however many they are.
 COUNT_S = 10.0  # figures may come after the answer that they are about
+# Flags of a decode server whose requests wait for blocks, however many they are.
 PATIENT = ("--decode-retry-times", "10000", "--decode-retry-timeout-ms", "30000")
 
 
