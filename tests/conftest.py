@@ -154,7 +154,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 SHARING = {
     "conformance": ("live: Live", "pairs: Cluster", "smol: Cluster"),
     "chaos": ("crowd: Cluster",),
-    "integration": ("direct: Cluster",),
+    "integration": ("direct: Cluster", "observed: Observed"),
 }
 
 

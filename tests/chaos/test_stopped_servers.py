@@ -117,11 +117,11 @@ def test_stop_when_the_only_prefill_server_stands_still_then_a_decode_server_com
     case = cases()[2]
     with GenerationClient(cluster.router.grpc) as client:
         with frozen(cluster.prefill[0]):
-            generation = client.open(case.prompt, TOKENS, salt="prefill")
+            generation = client.open(case.prompt, 20, salt="prefill")
             wait_busy(cluster.prefill)
             with standing_still(cluster.prefill[0].pid):
                 answer = generation.answer()
-                assert answer.token_ids == case.expected
+                assert answer.token_ids == case.expected[:20]
                 assert answer.path == "colocated"
     wait_workers_ready(cluster)
     cluster.assert_clean_ledgers(5.0)

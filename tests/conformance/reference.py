@@ -30,10 +30,14 @@ class Reference:
         self.model.eval()
         # The folder's own defaults of generation (sampling, penalties, lengths) are none of the reference's.
         self.model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        self._answers: dict[tuple[tuple[int, ...], int, tuple[int, ...]], list[int]] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
-        """The generated tokens; one of `eos_token_ids` ends them and is the last."""
-        return self.greedy_batch([prompt], max_tokens, eos_token_ids)[0]
+        """The generated tokens; one of `eos_token_ids` ends them and is the last. Computed once."""
+        asked = tuple(prompt), max_tokens, tuple(eos_token_ids)
+        if asked not in self._answers:
+            self._answers[asked] = self.greedy_batch([prompt], max_tokens, eos_token_ids)[0]
+        return list(self._answers[asked])
 
     def greedy_batch(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, eos_token_ids: Sequence[int] = ()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.cluster import Cluster
+from tests.integration.observed import Observed
 
 
 @pytest.fixture(scope="session")
@@ -25,4 +26,14 @@ def direct(slow: Path) -> Iterator[Cluster]:
     from tests.integration import direct_servers
 
     with direct_servers.start(slow.parent) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+    """A pair and a router that tell a collector of traces, and files, of their requests.
+    `test_written_access_logs.py`, the last one to use them, ends them."""
+    from tests.integration.observed import start
+
+    with start(tmp_path_factory.mktemp("logs")) as running:
         yield running

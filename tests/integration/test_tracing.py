@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -11,8 +11,8 @@ import pytest
 
 from protos import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.integration.cluster import Cluster, wait_for
-from tests.integration.trace_collector import Collector, Received, running_collector
-from tests.unit.engine.tiny_models import tiny_model
+from tests.integration.observed import Observed, start
+from tests.integration.trace_collector import Collector, Received
 
 CALLER = "00f067aa0ba902b7"
 ROUTER_STAGES = {f"router.{s}" for s in ("validate", "tokenize", "queue", "choose", "first_token", "stream")}
@@ -25,19 +25,13 @@ BODY = {"prompt": "trace me through everything", "max_tokens": 4, "temperature":
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with running_collector() as running:
-        yield running
+def collector(observed: Observed) -> Collector:
+    return observed.collector
 
 
 @pytest.fixture(scope="module")
-def cluster(collector: Collector) -> Iterator[Cluster]:
-    flags = ("--otlp-traces-endpoint", collector.address)
-    with Cluster(
-        1, 1, model=tiny_model("llama"),
-        prefill_flags=flags, decode_flags=flags, router_flags=(*flags, "--tracing-sample-ratio", "0"),
-    ) as started:  # fmt: skip
-        yield started
+def cluster(observed: Observed) -> Cluster:
+    return observed.cluster
 
 
 def complete(cluster: Cluster, **headers: str) -> httpx.Response:
@@ -187,9 +181,13 @@ def test_collector_when_it_refuses_then_requests_are_served_and_the_log_says_so_
 
 @pytest.mark.extended
 def test_sigterm_when_spans_wait_then_a_stuck_collector_delays_little_and_one_that_answers_gets_them(
-    cluster: Cluster, collector: Collector
+    tmp_path: Path,
 ) -> None:
-    """The last test: it ends the cluster."""
+    with start(tmp_path) as own:
+        check_ends(own.cluster, own.collector)
+
+
+def check_ends(cluster: Cluster, collector: Collector) -> None:
     trace_id = "f" * 32
     prefill = cluster.prefill[0]
     collector.hold.clear()  # from now on it takes calls and answers none
