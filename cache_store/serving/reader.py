@@ -171,6 +171,21 @@ class Reader:
             self._cursors[self.wanted.index(best.wanted)][best.layer] = best.first + best.count
         return best
 
+    def take_same(self, run: Run, layer: int) -> bool:
+        """Takes the blocks of `run` in another layer of its group. False: they do not come next there, or are not
+        ready."""
+        wanted = run.wanted
+        cursors = self._cursors[self.wanted.index(wanted)]
+        if layer >= len(cursors) or cursors[layer] != run.first:
+            return False
+        ready = self.lease.ready[wanted.layout.tag][layer]
+        if wanted.positions is not None:
+            ready = wanted.positions.ready(ready)
+        if min(ready, wanted.end) < run.first + run.count:
+            return False
+        cursors[layer] += run.count
+        return True
+
     def sent(self, pieces: int, now: float) -> None:
         """An event with so many pieces was accepted by the transport."""
         self.pieces_sent += pieces

@@ -523,12 +523,19 @@ class NoticeSender(Sender):
         while layers < MOST_LAYERS and numbers < MOST_NUMBERS and (run := self._reader.next_run()) is not None:
             layers += 1
             blocks = await self._chosen(run)
-            if blocks:
-                before = len(notices)
-                announce(notices, run, blocks, self._reader.lease.blocks[run.wanted.layout.tag])
-                numbers += sum(len(notice.block_runs) + len(notice.source_runs) for notice in notices[before:])
-                pieces += len(blocks)
-                size += run.wanted.piece_bytes * len(blocks)
+            if not blocks:
+                continue
+            before = len(notices)
+            announce(notices, run, blocks, self._reader.lease.blocks[run.wanted.layout.tag])
+            numbers += sum(len(notice.block_runs) + len(notice.source_runs) for notice in notices[before:])
+            taken = 1
+            # The layers that follow mostly have the same blocks, unless a fault point has a say in each.
+            while layers < MOST_LAYERS and not faults.armed() and self._reader.take_same(run, run.layer + taken):
+                layers += 1
+                taken += 1
+            notices[-1].num_layers += taken - 1
+            pieces += taken * len(blocks)
+            size += taken * run.wanted.piece_bytes * len(blocks)
         if notices:
             await self._say(pb.LoadEvent(notices=notices), "pieces")
             if numbers >= MOST_NUMBERS:

@@ -87,6 +87,22 @@ def test_reader_splits_by_chunk_bytes_but_sends_at_least_one_block(table: LeaseT
     assert drain(reader, clock.now) == [(layer, block, 1) for layer in (0, 1) for block in (0, 1, 2)]
 
 
+def test_reader_takes_the_same_blocks_of_another_layer_where_they_come_next_and_are_ready(table: LeaseTable) -> None:
+    table.admit(KEY, 5, TOKENS, BLOCKS, 0)
+    reader = open_load(table)
+    table.publish(KEY, "full", 0, 2)
+    table.publish(KEY, "full", 1, 1)
+    run = reader.next_run()
+    assert run is not None and (run.layer, run.first, run.count) == (0, 0, 2)
+    assert not reader.take_same(run, 1), "one of them is not ready"
+    table.publish(KEY, "full", 1, 3)
+    assert reader.take_same(run, 1)
+    assert not reader.take_same(run, 1), "they have been taken"
+    assert not reader.take_same(run, 2), "there is no such layer"
+    rest = reader.next_run()
+    assert rest is not None and (rest.layer, rest.first, rest.count) == (1, 2, 1)
+
+
 def test_publish_notifies_the_reader_only_when_it_gets_further(table: LeaseTable) -> None:
     table.admit(KEY, 5, TOKENS, BLOCKS, 0)
     reader = open_load(table)
