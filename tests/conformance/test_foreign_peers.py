@@ -140,7 +140,7 @@ async def test_peer_when_it_speaks_another_version_of_the_protocol_then_it_is_re
             assert len(servers["prefill"].seen) + len(servers["decode"].seen) == seen
             (worker,) = [w for w in (await client.get("/workers")).json()["workers"] if w["role"] == "decode"]
             assert "protocol_version" in str(worker["reasons"])
-            servers["decode"].info_changes = {"allows_local_prefill": False}
-            await servers["decode"].restart()
-            await until_ready(client)
+        servers["decode"].info_changes = {"allows_local_prefill": False}
+        await servers["decode"].restart()
+        await until_ready(client)
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200

@@ -159,7 +159,7 @@ def test_prefill_when_aborted_while_its_kv_is_held_then_the_blocks_are_free_at_o
     assert pair.p.abort(request.request_key, source="peer")
     record = prefill.finished("held")
     assert (record["kv"]["outcome"], record["code"]) == ("aborted", 0)
-    cluster.assert_clean_ledgers(1.0)
+    cluster.assert_clean_ledgers()  # long before its lease ends
     # The decode server comes too late.
     reader = pair.open_decode(request)
     reader.wait_end()
