@@ -333,6 +333,7 @@ def test_up_when_a_server_flag_is_wrong_then_its_own_words_are_shown(model: Path
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # what it asks and shows is in tests/conformance/test_demo.py, its launcher that of `baton up`
 def test_demo_when_run_then_paris_with_timeline_and_a_clean_end() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "cli.demo"], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
