@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 
 def settings(**change: float | str) -> AgentSettings:
-    """The defaults, with time for handshakes on a busy machine where a test says nothing about it."""
-    return AgentSettings(**{"connect_timeout_s": 10.0, **change})  # type: ignore[arg-type]
+    """The defaults, where a test says nothing about it with time for handshakes on a busy machine, and with staging
+    rings of which less memory has to be made than those of a server have."""
+    return AgentSettings(**{"connect_timeout_s": 10.0, "staging_slots": 8, **change})  # type: ignore[arg-type]
 
 
 def key_of(number: int) -> str:

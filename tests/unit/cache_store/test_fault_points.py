@@ -19,7 +19,7 @@ KEY = key_of(1)
 OURS, THEIRS = [1, 2, 3, 4], [5, 6, 7, 8]
 RIGHT = "right"
 # No sign of the prefill and no new block are waited for this long. Leases end by a clock that stands still.
-BRIEF = {"publish_timeout_s": 3.0, "load_progress_timeout_s": 3.0, "lease_seconds": 0.9}
+BRIEF = {"publish_timeout_s": 3.0, "load_progress_timeout_s": 3.0, "lease_seconds": 0.3}
 KINDS = ("started", "running", "pieces", "computed", "done")
 _E = ErrorCode
 # What a load may end with when an event is lost or comes twice: the reader takes nothing on trust.

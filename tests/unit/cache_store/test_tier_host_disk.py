@@ -20,6 +20,7 @@ from cache_store.tiers.host import ENTRY_BYTES, HostTier
 from cache_store.tiers.record import open_record
 from cache_store.tiers.tier import TierError
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extent
 from tests.unit.cache_store.tier_fixtures import RECORD, key_of, record_of
 
 Embedded = HostTier | DiskTier
@@ -344,7 +345,7 @@ while True:
 
 def test_disk_when_its_server_is_killed_again_and_again_then_the_next_one_has_whole_records(tmp_path: Path) -> None:
     first = 1
-    for turn in range(4):
+    for turn in range(extent(2, 4)):
         child = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(first)], stdout=subprocess.PIPE, cwd=ROOT, text=True
         )
