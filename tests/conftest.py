@@ -150,7 +150,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-# Fixtures of a session by which the tests of a folder share a cluster, as their modules ask for them.
+# Fixtures by which modules of a folder share a cluster, as their modules ask for them.
 SHARING = {
     "conformance": ("live: Live", "pairs: Cluster", "smol: Cluster"),
     "chaos": ("crowd: Cluster",),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.cluster import Cluster
 from tests.integration.observed import Observed
+from tests.sharing import shared
 
 
 @pytest.fixture(scope="session")
@@ -19,21 +20,19 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("direct") / SLOW
 
 
-@pytest.fixture(scope="session")
-def direct(slow: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def direct(request: pytest.FixtureRequest, slow: Path) -> Iterator[Cluster]:
     """A prefill and a decode server without a router. Whoever uses them leaves them running, and at rest; but for
     `test_servers_lifecycle.py`, the last one to use them, which ends them."""
     from tests.integration import direct_servers
 
-    with direct_servers.start(slow.parent) as running:
-        yield running
+    yield from shared(request, lambda: direct_servers.start(slow.parent))
 
 
-@pytest.fixture(scope="session")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
+@pytest.fixture(scope="module")
+def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
     """A pair and a router that tell a collector of traces, and files, of their requests.
     `test_written_access_logs.py`, the last one to use them, ends them."""
     from tests.integration.observed import start
 
-    with start(tmp_path_factory.mktemp("logs")) as running:
-        yield running
+    yield from shared(request, lambda: start(tmp_path_factory.mktemp("logs")))

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import common_pb2, decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from rpc.errors import ErrorCode
-from tests.extent import extended
+from tests.extent import extended, extent
 from tests.integration.cluster import (
     ROOT,
     SERVER_FLAGS,
@@ -62,15 +63,43 @@ def alone() -> Iterator[Cluster]:
         yield running
 
 
+SECOND_SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@dataclass
+class Ending:
+    """Servers without a router that one test each ends; they start side by side. The prefill servers are slow."""
+
+    cluster: Cluster
+    with_a_stream: ServerProcess
+    by_rpc: ServerProcess
+    in_a_second: ServerProcess  # its drain has no more
+    by_signals: dict[signal.Signals, ServerProcess] = field(default_factory=dict)
+
+    def temporary(self, number: signal.Signals) -> Path:
+        """What such a server keeps for a while, and nobody else."""
+        return self.cluster.temporary / number.name
+
+
+@pytest.fixture(scope="module")
+def ending() -> Iterator[Ending]:
+    with Cluster(
+        0, 0, model=tiny_model("llama"), router=False, prefill_flags=CHUNKS, prefill_env=SLOW, decode_flags=NAME
+    ) as running:
+        in_a_second = running.start_prefill(["--drain-timeout-secs", "1"])
+        found = Ending(running, running.start_decode(), running.start_decode(), in_a_second)
+        for number in extent([signal.SIGINT], list(SECOND_SIGNALS)):
+            found.temporary(number).mkdir()
+            found.by_signals[number] = running.start_prefill(env={"TMPDIR": str(found.temporary(number))})
+        for server in running.servers:
+            server.wait_ready()
+        yield found
+
+
 @pytest.fixture(scope="module")
 def both(direct: Cluster) -> Cluster:
     """A prefill and a decode server, each for one test that ends it: nobody needs them any more."""
     return direct
-
-
-@pytest.fixture
-def decode(alone: Cluster) -> ServerProcess:
-    return alone.decode[0]
 
 
 def local_stream(client: Client, request: common_pb2.GenerateInput) -> EventReader:
@@ -189,7 +218,8 @@ def test_stop_when_nothing_is_open_then_it_exits_with_0_and_leaves_nothing(alone
     assert list(alone.temporary.iterdir()) == []
 
 
-def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(decode: ServerProcess) -> None:
+def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(ending: Ending) -> None:
+    decode = ending.with_a_stream
     with Client(decode, MODEL) as client:
         watch = statuses(client, 30.0)
         assert next(watch).state == worker_pb2.WORKER_STATE_READY
@@ -228,8 +258,9 @@ def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are
 
 
 def test_drain_when_asked_for_by_rpc_then_requests_are_refused_and_the_process_stays_until_its_signal(
-    decode: ServerProcess,
+    ending: Ending,
 ) -> None:
+    decode = ending.by_rpc
     with Client(decode, MODEL) as client:
         watch = statuses(client, 30.0)
         next(watch)
@@ -271,42 +302,37 @@ def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> N
         assert 0.2 < time.monotonic() - began < 4.0
 
 
-def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0() -> None:
-    flags = [*CHUNKS, "--drain-timeout-secs", "1"]
-    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags, prefill_env=SLOW) as cluster:
-        prefill = cluster.prefill[0]
-        with Pair(prefill, prefill, MODEL) as pair:
-            calls = [
-                pair.open_prefill(generate_input(f"long-{n}", prompt_of(500, salt=n), model=MODEL)) for n in range(6)
-            ]
-            wait_for("open requests", lambda: len(prefill.requests()["open"]) == 6, LIMIT_S)
-            began = time.monotonic()
-            prefill.signal(signal.SIGTERM)
-            codes = {typed(call.exception(LIMIT_S)).code for call in calls if call.exception(LIMIT_S) is not None}
-            assert codes == {ErrorCode.SERVER_DRAINING}
-            assert prefill.wait() == 0
-            assert time.monotonic() - began < 1.0 + 2 * SCHEDULING_S  # they would take half a minute
+def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0(ending: Ending) -> None:
+    prefill = ending.in_a_second
+    with Pair(prefill, prefill, MODEL) as pair:
+        calls = [pair.open_prefill(generate_input(f"long-{n}", prompt_of(500, salt=n), model=MODEL)) for n in range(6)]
+        wait_for("open requests", lambda: len(prefill.requests()["open"]) == 6, LIMIT_S)
+        began = time.monotonic()
+        prefill.signal(signal.SIGTERM)
+        codes = {typed(call.exception(LIMIT_S)).code for call in calls if call.exception(LIMIT_S) is not None}
+        assert codes == {ErrorCode.SERVER_DRAINING}
+        assert prefill.wait() == 0
+        assert time.monotonic() - began < 1.0 + 2 * SCHEDULING_S  # they would take half a minute
 
 
-@pytest.mark.parametrize(("second", "status"), [extended(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("second", [extended(signal.SIGTERM), signal.SIGINT])
 def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_two_seconds(
-    second: signal.Signals, status: int
+    ending: Ending, second: signal.Signals
 ) -> None:
-    with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=CHUNKS, prefill_env=SLOW) as cluster:
-        prefill = cluster.prefill[0]
-        engine = prefill.engine_pid
-        with Pair(prefill, prefill, MODEL) as pair:
-            call = pair.open_prefill(generate_input("cut", prompt_of(500), model=MODEL))
-            wait_for("the open request", lambda: prefill.requests()["open"], LIMIT_S)
-            prefill.signal(signal.SIGTERM)
-            wait_for("drain", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
-            began = time.monotonic()
-            prefill.signal(second)
-            assert typed(call.exception(LIMIT_S)).code is ErrorCode.SERVER_DRAINING
-            assert prefill.wait() == status
-            assert time.monotonic() - began < 2.0 + SCHEDULING_S
-        wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
-        assert list(cluster.temporary.iterdir()) == []
+    prefill = ending.by_signals[second]
+    engine = prefill.engine_pid
+    with Pair(prefill, prefill, MODEL) as pair:
+        call = pair.open_prefill(generate_input("cut", prompt_of(500), model=MODEL))
+        wait_for("the open request", lambda: prefill.requests()["open"], LIMIT_S)
+        prefill.signal(signal.SIGTERM)
+        wait_for("drain", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
+        began = time.monotonic()
+        prefill.signal(second)
+        assert typed(call.exception(LIMIT_S)).code is ErrorCode.SERVER_DRAINING
+        assert prefill.wait() == SECOND_SIGNALS[second]
+        assert time.monotonic() - began < 2.0 + SCHEDULING_S
+    wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
+    assert list(ending.temporary(second).iterdir()) == []
 
 
 def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_zero(both: Cluster) -> None:
@@ -328,7 +354,8 @@ def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_
 
 
 @pytest.mark.extended
-def test_front_when_killed_then_its_engine_goes_too(decode: ServerProcess) -> None:
+def test_front_when_killed_then_its_engine_goes_too(alone: Cluster) -> None:
+    [decode] = alone.decode
     engine = decode.engine_pid
     decode.kill()
     wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
