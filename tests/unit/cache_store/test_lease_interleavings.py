@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_store.events import LeaseEnded
 from cache_store.serving.reader import Reader, ReaderState
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extent
 from tests.unit.cache_store.lease_fixtures import (
     LAYOUT,
     LEASE_S,
@@ -207,4 +208,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = settings(deadline=None, derandomize=True, max_examples=100, stateful_step_count=60)
+TestLeases.settings = settings(deadline=None, derandomize=True, max_examples=extent(50, 100), stateful_step_count=60)

@@ -19,6 +19,7 @@ from cache_store.geometry.tp_mapping import head_range, read_plan
 from cache_store.serving.reader import WantedGroup
 from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extent
 from tests.unit.cache_store.lease_fixtures import Clock, make_table
 
 SIZES = (4, 8, 16, 64)
@@ -54,7 +55,7 @@ def cases(draw: Any) -> tuple[int, int, int, int, int, int, int]:
     return p_size, d_size, tokens, first, heads, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(deadline=None, derandomize=True, max_examples=extent(100, 250))
 @given(cases(), st.randoms(use_true_random=False))
 def test_rows_when_sizes_and_ranks_differ_then_each_byte_is_written_once_with_that_of_its_token(
     case: tuple[int, int, int, int, int, int, int], random: Any
@@ -113,7 +114,7 @@ def test_rows_when_sizes_and_ranks_differ_then_each_byte_is_written_once_with_th
             assert set(beyond.tolist()) <= set(whole.reshape(-1).tolist())
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=extent(60, 150))
 @given(st.sampled_from(UNEQUAL), st.data())
 def test_reader_when_layers_advance_in_any_order_then_each_block_is_handed_out_once_and_not_before_its_tokens(
     sizes: tuple[int, int], data: Any

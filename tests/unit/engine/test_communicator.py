@@ -13,6 +13,7 @@ from engine.parallel import communicator as module
 from engine.parallel.all_reduce_paths import NCCL, ONE_SHOT, TWO_SHOT, candidates, fastest
 from engine.parallel.communicator import CollectiveFailed, Communicator, HostCommunicator, single
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extended
 from tests.unit.engine import rank_processes
 from tests.unit.engine.rank_processes import RankProcesses
 
@@ -80,15 +81,18 @@ def sum_for_ever(communicator: Communicator, operation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "number", "how"),
+    ("operation", "number", "how", "gone"),
     [
-        ("all_reduce", signal.SIGKILL, "lost"),
-        ("all_reduce", signal.SIGSTOP, "late"),
-        ("gather", signal.SIGKILL, "lost"),
-        ("all_min", signal.SIGSTOP, "late"),
+        ("all_reduce", signal.SIGKILL, "lost", 0),
+        ("all_reduce", signal.SIGKILL, "lost", 1),
+        ("all_reduce", signal.SIGSTOP, "late", 0),
+        extended("all_reduce", signal.SIGSTOP, "late", 1),
+        extended("gather", signal.SIGKILL, "lost", 0),
+        ("gather", signal.SIGKILL, "lost", 1),
+        extended("all_min", signal.SIGSTOP, "late", 0),
+        ("all_min", signal.SIGSTOP, "late", 1),
     ],
 )
-@pytest.mark.parametrize("gone", [0, 1])
 def test_operation_when_a_peer_is_killed_or_stopped_then_fails_within_its_deadline(
     operation: str, number: signal.Signals, how: str, gone: int
 ) -> None:
@@ -106,9 +110,9 @@ def test_operation_when_a_peer_is_killed_or_stopped_then_fails_within_its_deadli
 def test_connect_when_a_rank_never_comes_then_fails_within_its_deadline(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "START_S", TIMEOUT_S)
+    monkeypatch.setattr(module, "START_S", 0.2)
     with pytest.raises(CollectiveFailed) as raised:
-        module.connect(0, 2, str(tmp_path / "ranks"), torch.device("cpu"), TIMEOUT_S)
+        module.connect(0, 2, str(tmp_path / "ranks"), torch.device("cpu"), 0.2)
     assert raised.value.metadata["operation"] == "connect"
 
 

@@ -304,7 +304,7 @@ def test_handover_when_unchecked_bytes_lie_in_the_pool_then_they_are_wiped_befor
 
 
 def test_handover_when_the_prefill_is_unreachable_then_d_computes_the_prompt_itself(reference):
-    with pair() as (p, d):
+    with pair(decode={"cache_store_connect_timeout_ms": 100}) as (p, d):
         p.core.agent.close(2.0)
         d.add("a#0.00000000", PROMPT, RunMode.DECODE, source=p.source, max_tokens=16)
         d.run()

@@ -9,6 +9,7 @@ from engine.kv_cache.block_pool import Hold
 from engine.kv_cache.cache import KvCache, blocks_for
 from engine.messages import KvGroupInfo
 from rpc.block_hashes import block_hash, root_hash
+from tests.extent import extent
 
 SALTS = ("", "", "", "tenant")
 BASES = ((0,) * 14, (0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1), (1,) * 14)
@@ -322,7 +323,7 @@ class KvCacheMachine(RuleBasedStateMachine):
 
 
 KvCacheMachine.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=extent(80, 200),
     stateful_step_count=45,
     deadline=None,
     derandomize=True,

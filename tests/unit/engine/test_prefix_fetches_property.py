@@ -11,6 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from engine.messages import RunMode
 from engine.scheduler.prefix_fetches import Phase
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extent
 from tests.unit.engine.engine_machine import BASE, EngineMachine
 from tests.unit.engine.scripted_engine import ScriptedEngine
 from tests.unit.engine.scripted_tiers import ScriptedTiers
@@ -179,7 +180,7 @@ class TieredEngine(EngineMachine):
 
 
 TieredEngine.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=extent(40, 80),
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

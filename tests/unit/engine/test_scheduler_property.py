@@ -10,6 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from engine.messages import RunMode
 from rpc.errors import BatonError, ErrorCode
+from tests.extent import extent
 from tests.unit.engine.engine_machine import EngineMachine
 from tests.unit.engine.scripted_engine import ScriptedEngine
 
@@ -98,7 +99,7 @@ class OneEngine(EngineMachine):
 
 
 OneEngine.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=extent(50, 100),
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
+from tests.extent import extent
 from tests.unit.router import tokenizer_folders as folders
 
 BYTE_LEVEL = Tokenizer(folders.byte_level(), {"eos_token": "<|im_end|>"})
@@ -61,7 +62,7 @@ def unfinished(detokenizer: Detokenizer) -> str:
 
 @given(st.lists(st.integers(0, 600), max_size=60))
 @example([172, 97])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=extent(100, 300), deadline=None)
 def test_deltas_when_byte_level_tokens_are_random_are_the_librarys_decode_minus_an_unfinished_tail(ids):
     detokenizer = Detokenizer(BYTE_LEVEL)
     text = "".join(detokenizer.feed(token_id) for token_id in ids)
@@ -70,7 +71,7 @@ def test_deltas_when_byte_level_tokens_are_random_are_the_librarys_decode_minus_
 
 
 @given(st.lists(st.integers(0, 700), max_size=60), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=extent(100, 300), deadline=None)
 def test_deltas_when_tokens_with_byte_fallback_are_random_are_the_decode_minus_an_unfinished_tail(ids, skip):
     detokenizer = Detokenizer(SPACE_SIGN, skip_special_tokens=skip)
     text = "".join(detokenizer.feed(token_id) for token_id in ids)
@@ -82,7 +83,7 @@ def test_deltas_when_tokens_with_byte_fallback_are_random_are_the_decode_minus_a
 
 
 @given(st.lists(st.integers(0, 410), max_size=60), st.sampled_from([METASPACE, METASPACE_NEVER]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=extent(80, 200), deadline=None)
 def test_deltas_when_metaspace_tokens_are_random_are_the_librarys_decode(ids, tokenizer):
     assert "".join(stream(tokenizer, ids)) == tokenizer._backend.decode(ids)
 
@@ -94,7 +95,7 @@ def test_deltas_when_tokens_have_no_fixed_bytes_are_the_librarys_decode(ids):
 
 
 @given(st.text(max_size=80), st.sampled_from([BYTE_LEVEL, SPACE_SIGN]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=extent(80, 200), deadline=None)
 def test_no_delta_when_characters_span_tokens_holds_a_replacement_sign(text, tokenizer):
     if "\ufffd" in text:
         return

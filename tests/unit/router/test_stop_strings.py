@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.stop_strings import StopStrings
+from tests.extent import extent
 
 
 def run(stops: list[str], parts: list[str]) -> tuple[list[str], str | None]:
@@ -56,7 +57,7 @@ def test_text_when_stop_strings_are_looked_for_ends_before_the_first(stops, part
     st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.text("abcd", max_size=6), max_size=12),
 )
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=extent(500, 1500), deadline=None)
 def test_text_when_cut_into_any_parts_is_that_of_the_whole_text(stops, parts):
     out, matched = run(stops, parts)
     assert ("".join(out), matched) == expected(stops, "".join(parts))
@@ -66,7 +67,7 @@ def test_text_when_cut_into_any_parts_is_that_of_the_whole_text(stops, parts):
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.text("abc", max_size=4), max_size=10),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=extent(200, 500), deadline=None)
 def test_text_when_no_match_comes_is_held_back_no_longer_than_a_stop_string(stops, parts):
     finder = StopStrings(stops)
     seen = ""

@@ -73,8 +73,10 @@ def sources() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.invariant("RPC-1")
 def test_stage_body_when_it_is_read_then_it_never_advances_a_stage() -> None:
-    # The function that runs a stage is no body of one.
-    wrong = {name: manual_calls(text) for name, text in sources() if name != "rpc/stages.py"}
+    # The function that runs a stage is no body of one. A text without its name needs no parsing, here and below.
+    texts = {name: text for name, text in sources() if name != "rpc/stages.py" and "in_stage" in text}
+    wrong = {name: manual_calls(text) for name, text in texts.items()}
+    assert len(texts) > 2
     assert {name: calls for name, calls in wrong.items() if calls} == {}
 
 
@@ -83,6 +85,7 @@ def test_stages_when_they_are_advanced_then_only_by_their_owners() -> None:
     users = {
         name
         for name, text in sources()
+        if any(advance in text for advance in ADVANCES)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and name_of(node) in ADVANCES
     }
