@@ -482,10 +482,14 @@ class Cluster:
 
     @contextlib.contextmanager
     def lent(
-        self, prefill: Sequence[ServerProcess], decode: Sequence[ServerProcess], router_flags: Sequence[str] = ()
+        self,
+        prefill: Sequence[ServerProcess],
+        decode: Sequence[ServerProcess],
+        router_flags: Sequence[str] = (),
+        router_env: Mapping[str, str] | None = None,
     ) -> Iterator[Cluster]:
         """Some of its servers with a router of their own, which has found all of them ready."""
-        with Cluster(0, 0, model=self.model, router=False, router_flags=router_flags) as part:
+        with Cluster(0, 0, model=self.model, router=False, router_flags=router_flags, router_env=router_env) as part:
             part.prefill, part.decode = list(prefill), list(decode)
             try:
                 part.start_router()

@@ -46,13 +46,17 @@ def test_start_when_the_library_has_a_programming_error_then_it_is_told_as_one(t
     assert "a programming error" in line and "NameError: name 'undefined_name' is not defined" in line
 
 
-def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_alike(direct: Cluster) -> None:
-    """Off, the library is not even looked at: that of the servers is damaged. One that is off refuses by itself."""
+def test_grammar_when_structured_output_is_off_then_605_from_router_and_servers_alike(
+    direct: Cluster, slow: Path
+) -> None:
+    """Off, the library is not even looked at: this one is damaged, as that of the servers. A server that is off refuses
+    by itself."""
+    damaged = {"PYTHONPATH": in_front(slow.parent)}
     none, on = ("--grammar-backend", "none"), ("--grammar-backend", "xgrammar")
     body = {"prompt": "x", "regex": "a+", "max_tokens": 4}
     assert direct.decode[0].metric("baton_grammar_validator_available") == 0
     with (
-        direct.lent(direct.prefill, direct.decode, none) as off_router,
+        direct.lent(direct.prefill, direct.decode, none, damaged) as off_router,
         direct.lent(direct.prefill, direct.decode, on) as on_router,
         httpx.Client(timeout=LIMIT_S, verify=False) as client,
     ):
