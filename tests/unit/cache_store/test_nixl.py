@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from cache_store import offering
 from cache_store.events import LoadFailed
@@ -76,6 +77,7 @@ def reads_of(node: Node) -> int:
 
 @contextmanager
 def pair(transport: str = "nixl", **more: float | str) -> Iterator[Pair]:
+    """At the end nothing is held."""
     chosen = settings(transport=transport, **more)
     with nodes(SharedNode("prefill", chosen, seed=1), SharedNode("decode", chosen, seed=2)) as (prefill, decode):
         yield prefill, decode
@@ -185,14 +187,6 @@ def test_agent_when_it_closes_while_a_read_hangs_then_both_end(monkeypatch: pyte
                 begin_hanging_load(prefill, decode, [5, 6], [1, 2])
                 decode.agent.close(10)
                 assert decode.load_failed().error.code is ErrorCode.SERVER_DRAINING
-
-
-@needs_nixl
-def test_process_when_the_agent_closes_then_it_has_ended() -> None:
-    with pair() as made:
-        pids = [pid_of(node) for node in made]
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 OWNER = """
@@ -315,6 +309,9 @@ def test_memory_of_a_peer_when_it_cannot_be_read_and_nixl_is_demanded_then_the_l
         decode.load_done()
         assert np.array_equal(decode.blocks([2]), prefill.blocks([5]))
         prefill.lease_ended()
+        pids = [pid_of(node) for node in (prefill, decode)]
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "they have ended with their agents"
 
 
 def test_package_when_it_is_absent_then_auto_goes_without_it_and_a_demand_is_refused(
@@ -397,13 +394,28 @@ def with_links(body: Callable[[Memory, Memory], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def memories() -> AsyncIterator[tuple[Memory, Memory]]:
+    """For the tests that leave both processes as they are."""
+    theirs, own = Memory(1), Memory(2)
+    try:
+        await asyncio.gather(theirs.link.running(), own.link.running())
+        yield theirs, own
+    finally:
+        await asyncio.gather(theirs.link.close(), own.link.close())
+
+
 def rows(layer: int, *numbers: int) -> Rows:
     return Rows("full", layer, 4096, numbers)
 
 
 @needs_nixl
-def test_read_when_a_point_of_the_computation_is_not_reached_then_it_has_not_begun() -> None:
-    async def body(theirs: Memory, own: Memory) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_read_when_a_point_of_the_computation_is_not_reached_then_it_has_not_begun(
+    memories: tuple[Memory, Memory],
+) -> None:
+    theirs, own = memories
+    async with asyncio.timeout(WAIT_S):
         loop, mark = asyncio.get_running_loop(), HeldMark()
         fetcher = NixlFetcher(own.link, True, None)  # type: ignore[arg-type]  # the loop's own workers
         peer = await fetcher.open(theirs.link.describe())
@@ -420,8 +432,6 @@ def test_read_when_a_point_of_the_computation_is_not_reached_then_it_has_not_beg
         with pytest.raises(IndexError):
             await anext(fetcher.begin(peer, range(1), rows(0, 64), rows(0, 1), None))
         fetcher.close()
-
-    with_links(body)
 
 
 @needs_nixl
@@ -446,8 +456,12 @@ def test_process_when_it_is_killed_then_its_reads_fail_at_once_and_the_next_one_
 
 
 @needs_nixl
-def test_word_of_a_peers_lease_then_it_stands_until_it_is_cleared_and_one_that_is_none_says_nothing() -> None:
-    async def body(theirs: Memory, own: Memory) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_word_of_a_peers_lease_then_it_stands_until_it_is_cleared_and_one_that_is_none_says_nothing(
+    memories: tuple[Memory, Memory],
+) -> None:
+    theirs, own = memories
+    async with asyncio.timeout(WAIT_S):
         fetcher = NixlFetcher(own.link, True, None)  # type: ignore[arg-type]  # the loop's own workers
         shared = theirs.link.describe()
         words = fetcher.words(await fetcher.open(shared), shared)
@@ -464,8 +478,6 @@ def test_word_of_a_peers_lease_then_it_stands_until_it_is_cleared_and_one_that_i
         assert not await words.stands(said[0]), "of another lease"
         assert await words.stands(pb.LeaseWord(index=again[0], value=again[1]))
         fetcher.close()
-
-    with_links(body)
 
 
 @needs_nixl
@@ -495,8 +507,12 @@ def test_word_when_its_owner_stands_still_then_it_says_nothing_and_the_look_ends
 
 
 @needs_nixl
-def test_memory_of_another_kind_then_it_is_not_opened() -> None:
-    async def body(theirs: Memory, own: Memory) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_memory_of_another_kind_then_it_is_not_opened(
+    memories: tuple[Memory, Memory],
+) -> None:
+    theirs, own = memories
+    async with asyncio.timeout(WAIT_S):
         shared = theirs.link.describe()
         for kind in ("host", "cuda", ""):
             shared.kind = kind
@@ -506,8 +522,6 @@ def test_memory_of_another_kind_then_it_is_not_opened() -> None:
         shared.words.offset = 2**64 - 8
         with pytest.raises(MemoryUnavailable, match="no address"):
             await own.link.open(shared)
-
-    with_links(body)
 
 
 @needs_nixl
