@@ -462,6 +462,7 @@ def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_
     reader = pair.open_decode(request)
     reader.wait_for("reserved")
     # Who waits for whom, while it waits.
+    wait_for("the load", lambda: decode.open_state("h5") == "load", PUBLISH_LIMIT_S)
     (waiting,) = (each for each in decode.requests()["open"] if each["request_id"] == "h5")
     assert (waiting["state"], waiting["waits_for"]) == ("load", p_of(cluster).cache_store[0])
     assert waiting["state_seconds"] < PUBLISH_LIMIT_S
@@ -471,8 +472,12 @@ def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_
     assert error.metadata["cause"] in ("CACHE_STORE_CALL_PREFILL_TIMEOUT", "CACHE_STORE_LOAD_BUFFER_TIMEOUT")
     assert error.stage == "publish"
     assert error.metadata["peer"] == p_of(cluster).cache_store[0]
-    (line,) = (line for line in decode.log_lines() if f"request_key={request.request_key}" in line.get("message", ""))
-    assert f"peer={p_of(cluster).cache_store[0]}" in line["message"]
+
+    def lines() -> list[dict[str, object]]:
+        return [line for line in decode.log_lines() if f"request_key={request.request_key}" in line.get("message", "")]
+
+    (line,) = wait_for("the line of the load", lines, LIMIT_S)
+    assert f"peer={p_of(cluster).cache_store[0]}" in str(line["message"])
 
 
 # -- ordering and backpressure --------------------------------------------------------------------------------------

@@ -161,17 +161,22 @@ def test_code_when_it_is_raised_behind_the_router_then_every_client_gets_it_with
 def test_log_when_every_code_was_raised_then_each_failure_of_the_servers_is_one_error_line(
     cluster: Cluster, http: httpx.Client
 ) -> None:
-    lines = error_lines(cluster)
-    wrong = {}
-    for letter in PLACES:
-        for code in raised_at(letter):
-            request_id, expected = f"{raised(letter, code)}http", seen_outside(letter, code)
-            status = documented()[int(expected)].http
-            # What is the client's own doing stands in the access log; how much time it had was its choice as well.
-            silent = (status is not None and status < 500) or expected is ErrorCode.GENERATE_TIMEOUT
-            if lines.get(request_id, []) != ([] if silent else [("router-0", expected.name)]):
-                wrong[request_id] = lines.get(request_id)
-    assert wrong == {}
+    def wrong() -> dict[str, list[tuple[str, str]] | None]:
+        lines = error_lines(cluster)
+        found = {}
+        for letter in PLACES:
+            for code in raised_at(letter):
+                request_id, expected = f"{raised(letter, code)}http", seen_outside(letter, code)
+                status = documented()[int(expected)].http
+                # What is the client's own doing stands in the access log; how much time it had was its choice as well.
+                silent = (status is not None and status < 500) or expected is ErrorCode.GENERATE_TIMEOUT
+                if lines.get(request_id, []) != ([] if silent else [("router-0", expected.name)]):
+                    found[request_id] = lines.get(request_id)
+        return found
+
+    with contextlib.suppress(TimeoutError):  # the last ones are on their way
+        wait_for("the lines", lambda: not wrong(), 10.0, poll_s=0.1)
+    assert wrong() == {}
     assert cluster.errors_without_code() == []
 
 

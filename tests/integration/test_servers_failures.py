@@ -177,7 +177,7 @@ def test_decode_when_ended_while_it_loads_then_its_blocks_and_those_of_p_are_fre
     answer = pair.open_prefill(request)
     reader.wait_for("reserved")
     decode = cluster.decode[0]
-    assert decode.open_state(request.request_id) == "load"
+    wait_for("the load", lambda: decode.open_state(request.request_id) == "load", LIMIT_S)
     assert decode.ledger()[0]["receiving"] > 0
     if how == "cancel":
         reader.call.cancel()
