@@ -72,3 +72,13 @@ def test_kernels_round_to_bfloat16_as_pytorch_does(device: torch.device) -> None
     _convert_kernel[(1,)](narrow, wide, numbers.shape[0], BLOCK=64)
     torch.testing.assert_close(narrow.cpu(), numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(wide.cpu(), numbers.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not jit.interpreted, reason="needs Triton in its interpreter (TRITON_INTERPRET=1)")
+def test_interpreter_when_a_type_is_made_again_then_it_is_that_of_the_first_time() -> None:
+    first, again = (tl.block_type(tl.float32, [4, tl.constexpr(512)]) for _ in range(2))
+    assert first == again and vars(first) == vars(again) and first.shape is again.shape
+    assert (again.numel, again.shape.values, again.scalar) == (2048, [4, 512], tl.float32)
+    assert tl.block_type(tl.int32, [4, 512]) != again
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.float32, [4, 3])
