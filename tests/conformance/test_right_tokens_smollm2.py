@@ -65,7 +65,9 @@ def ask(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
     """What a cluster answers to the chats, all at once."""
 
     def steps() -> float:
-        return sum(server.counted("baton_engine_batch_requests_count", kind="decode") for server in cluster.decode)
+        """Of a decode server, on average."""
+        counts = [server.counted("baton_engine_batch_requests_count", kind="decode") for server in cluster.decode]
+        return sum(counts) / len(counts)
 
     before = steps()
     with GenerationClient(cluster.router.grpc) as client:
