@@ -7,8 +7,8 @@ sent (tcp.connection.Outbound), by another worker where there are cores for it, 
 byte is copied on this side but by the kernel; out of a device each is copied once, into the slot from which it is sent.
 
 A slot is held until its bytes were taken by the socket. When the peer does not keep up within a worker's turn
-(tcp.connection.TURN_S), what is left of them is copied aside and the slot is given back, so a slow peer costs memory
-for its own load, and no slot.
+(tcp.connection.TURN_S), or does not connect, what is left of them is copied aside and the slot is given back, so a slow
+peer costs memory for its own load, and no slot. And who has a slot does not wait for another one.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ QUEUED_BYTES = 8 << 20
 VIEWED_BYTES = 64 << 20
 INLINE_BYTES = 64 * 1024  # so much is gathered on the loop
 GATHERED_ROW_BYTES = 2048  # rows that are smaller are gathered: a system call takes few views
+CONNECT_S = 0.05  # for a peer that has been told of the first bytes to come for them
 # The word of the peer itself, that it has given up or that the lease has ended, is on its way by the stream.
 GRACE_S = 3.0
 
@@ -71,8 +72,9 @@ class Source(ABC):
         return QUEUED_BYTES
 
     @abstractmethod
-    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[list[Outgoing]]:
-        """Begins to make runs ready. May wait for room. To cancel the future does not end the copy."""
+    async def begin(self, sender: TcpSender, chosen: Chosen, wait: bool) -> asyncio.Future[list[Outgoing]] | None:
+        """Begins to make runs ready. To cancel the future does not end the copy. None: there is no room now, for which
+        it waits only with `wait`, since whoever has room already must not wait for more."""
 
     def give_back(self, outgoing: Outgoing) -> None:
         """Its bytes are no longer needed, or lie elsewhere. Idempotent."""
@@ -91,7 +93,7 @@ class HostSource(Source):
     def queued_bytes(self, run: Run) -> int:
         return QUEUED_BYTES if _gathered(run) else VIEWED_BYTES
 
-    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[list[Outgoing]]:
+    async def begin(self, sender: TcpSender, chosen: Chosen, wait: bool) -> asyncio.Future[list[Outgoing]]:
         loop = asyncio.get_running_loop()
         workers = sender.link.workers
         rows = [sender.rows(run, blocks) for run, blocks in chosen]
@@ -125,15 +127,19 @@ class StagedSource(Source):
     def batch_bytes(self, run: Run) -> int:
         return 1  # one run
 
-    async def begin(self, sender: TcpSender, chosen: Chosen) -> asyncio.Future[list[Outgoing]]:
+    async def begin(self, sender: TcpSender, chosen: Chosen, wait: bool) -> asyncio.Future[list[Outgoing]] | None:
         ((run, blocks),) = chosen
         ring, rows = self._staging.reads, sender.rows(run, blocks)
+        large = rows.nbytes > ring.slot_bytes
+        slot = None if large else ring.try_take()
+        if slot is None and not wait:
+            return None
         made: asyncio.Future[list[Outgoing]] = asyncio.get_running_loop().create_future()
-        if rows.nbytes > ring.slot_bytes:
+        if large:
             whole = await self._gather(sender, rows)
             made.set_result([sender.pack(run, blocks, [whole])])
             return made
-        slot = ring.try_take() or await ring.take()
+        slot = slot or await ring.take()
         self._read(sender, rows, slot, partial(self._copied, made, sender, chosen, slot, rows.nbytes))
         return made
 
@@ -213,6 +219,7 @@ class TcpSender(Sender):
         self._connection: DataConnection | None = None
         self._mover: Mover | None = None
         self._making: deque[asyncio.Future[list[Outgoing]]] = deque()
+        self._next: Chosen = []  # taken from the reader, and no room for them yet
         self._sending: dict[Transfer, Outgoing] = {}
         self._unsent = 0  # bytes of it
         self._moved: asyncio.Future[None] | None = (
@@ -252,8 +259,12 @@ class TcpSender(Sender):
 
     async def _advance(self) -> bool:
         ahead = 1 if faults.armed() else AHEAD  # a fault point that delays one run delays no other
-        while len(self._making) < ahead and (chosen := await self._next_batch()):
-            made = await self._source.begin(self, chosen)
+        while len(self._making) < ahead and (chosen := self._next or await self._next_batch()):
+            self._next = []
+            made = await self._source.begin(self, chosen, wait=not self._making)
+            if made is None:
+                self._next = chosen
+                break
             self._making.append(made)
             made.add_done_callback(self._made)
             if made.done():
@@ -306,7 +317,11 @@ class TcpSender(Sender):
     async def _connect(self) -> Mover:
         """The peer connects when it has the first notice."""
         self._listener.await_token(self._expected)
+        await asyncio.wait((self._expected.connection, self._stopped), timeout=CONNECT_S)
+        if not self._expected.connection.done():
+            self._hold_up()
         await self._or_stop(self._expected.connection)
+        self._held_up = False
         self._connection = self._expected.connection.result()
         self._mover = Mover(
             self._connection,
@@ -353,11 +368,15 @@ class TcpSender(Sender):
             self._reader.sent(0, self._link.clock())
         self._held_up = held_up
         if held_up:  # no worker has the transfers now
-            for outgoing in self._sending.values():
-                self._set_aside(outgoing)
-            for made in self._making:
-                if made.done():
-                    self._made(made)
+            self._hold_up()
+
+    def _hold_up(self) -> None:
+        self._held_up = True
+        for outgoing in self._sending.values():
+            self._set_aside(outgoing)
+        for made in self._making:
+            if made.done():
+                self._made(made)
 
     def _made(self, made: asyncio.Future[list[Outgoing]]) -> None:
         if self._held_up and not made.cancelled() and made.exception() is None:

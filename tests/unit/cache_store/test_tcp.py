@@ -310,6 +310,23 @@ def test_port_when_it_is_in_use_and_tcp_is_demanded_then_the_agent_does_not_star
 # ---- bytes
 
 
+def test_load_when_the_peer_of_another_one_does_not_connect_then_it_has_the_slot() -> None:
+    with pair(StagedNode, staging_slots=1) as (prefill, decode):
+        late, key = key_of(8), key_of(9)
+        faults.arm(f"cache_store.read_event:delay=60,key={late}")
+        prefill.stage(late, [7])
+        decode.load(prefill.source, late, [8])
+        until(lambda: prefill.agent.stats().readers == 1, "it has been told of the first bytes")
+        prefill.stage(key, [5])
+        decode.load(prefill.source, key, [6])
+        decode.load_done()
+        assert np.array_equal(decode.blocks([6]), prefill.blocks([5]))
+        assert prefill.lease_ended().request_key == key
+        decode.agent.cancel_load(late, BatonError(ErrorCode.CANCELLED, "left"))
+        decode.load_failed()
+        prefill.lease_ended()
+
+
 @pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("mode", ["off", "sample", "all"])
 @pytest.mark.parametrize("node", [Node, StagedNode])
