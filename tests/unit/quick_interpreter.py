@@ -3,6 +3,9 @@
 Nearly all of its time goes into types: that of a shape is made anew for every value, and of values there are dozens in
 a line of a kernel. Here they are made once for each shape. Not computed at all is whether integers overflow, of which
 the interpreter says nothing anyway unless it is told to debug.
+
+It reaches into what is Triton's own, so it is done for VERSION alone; with any other one tests take their time. It can
+go when Triton keeps its types itself.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+VERSION = "3.6.0"
+
 
 def quicken() -> None:
     import numpy as np
+    import triton
     import triton.language as tl
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
+    if triton.__version__ != VERSION:
+        return
     if not interpreter.interpreter_builder.options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(
             interpreter.interpreter_builder.options, sanitize_overflow=False

@@ -3,12 +3,14 @@
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 
 import pytest
 import torch
 
 from kernels import jit
 from kernels.jit import tl
+from tests.unit.quick_interpreter import VERSION
 
 _WITHOUT_TRITON = textwrap.dedent(
     """
@@ -74,7 +76,10 @@ def test_kernels_round_to_bfloat16_as_pytorch_does(device: torch.device) -> None
     torch.testing.assert_close(wide.cpu(), numbers.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(not jit.interpreted, reason="needs Triton in its interpreter (TRITON_INTERPRET=1)")
+@pytest.mark.skipif(
+    not jit.interpreted or metadata.version("triton") != VERSION,
+    reason=f"needs Triton {VERSION} in its interpreter (TRITON_INTERPRET=1)",
+)
 def test_interpreter_when_a_type_is_made_again_then_it_is_that_of_the_first_time() -> None:
     first, again = (tl.block_type(tl.float32, [4, tl.constexpr(512)]) for _ in range(2))
     assert first == again and vars(first) == vars(again) and first.shape is again.shape
