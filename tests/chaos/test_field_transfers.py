@@ -178,7 +178,11 @@ def test_k2_load_through_d_when_the_reference_is_wrong_then_an_error_and_no_toke
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.spec.http == 502
     assert error.metadata["cause"] == cause.name
-    assert decode.total("baton_kv_transfer_failures_total", reason=cause.name) == before + 1
+
+    def count() -> float:
+        return decode.total("baton_kv_transfer_failures_total", reason=cause.name)
+
+    wait_for("its count", lambda: count() == before + 1, LIMIT_S)
     pair.p.abort(request.request_key, source="peer")
 
 
@@ -205,7 +209,7 @@ def test_k2_read_of_p_s_memory_when_its_blocks_hold_other_prompts_by_then_then_a
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.metadata["cause"] == ErrorCode.REQUEST_TOMBSTONED.name
     assert error.metadata["delivered"] == str(LAYERS * -(-200 // BLOCK)), "it was not read at all"
-    assert decode.total("baton_kv_transfer_seconds_count", transport="ipc") > 0
+    wait_for("a count of ipc", lambda: decode.total("baton_kv_transfer_seconds_count", transport="ipc") > 0, LIMIT_S)
 
 
 def test_k4_key_when_a_request_is_handed_over_then_router_servers_and_cache_stores_log_one_and_the_same(
@@ -417,7 +421,7 @@ def test_h2_address_when_it_leads_to_the_decode_server_itself_then_it_is_told_so
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.metadata["cause"] in (ErrorCode.PEER_RESTARTED.name, ErrorCode.INCOMPATIBLE_PEER.name)
     assert {p_of(cluster).engine_id, decode.engine_id} <= set(error.metadata.values())
-    assert decode.total("baton_handshakes_total", result="restarted") > before
+    wait_for("its count", lambda: decode.total("baton_handshakes_total", result="restarted") > before, LIMIT_S)
 
 
 def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_gets_its_code_and_stage(

@@ -112,9 +112,15 @@ def test_prompt_when_its_server_was_killed_then_the_next_one_has_its_blocks_but_
     cluster.restart(cluster.prefill[0])
     tokens, cached = tiered.generate()
     assert (tokens, cached) == (tiered.expected, (BLOCKS - 1) * BLOCK)
-    assert tiered.count("hit_blocks_total", tier="disk") == BLOCKS - 1
-    assert tiered.count("missed_blocks_total", tier="disk", reason="damaged") == 1
-    assert tiered.count("fetched_tokens_total") == cached
+
+    def counts() -> tuple[float, float, float]:
+        return (
+            tiered.count("hit_blocks_total", tier="disk"),
+            tiered.count("missed_blocks_total", tier="disk", reason="damaged"),
+            tiered.count("fetched_tokens_total"),
+        )
+
+    wait_for("the counts", lambda: counts() == (BLOCKS - 1, 1, cached), 10.0)
     wait_for("the damaged block anew", lambda: tiered.count("writes_total", outcome="stored") == 1, 10.0)
     assert len(tiered.files) == BLOCKS and last.read_bytes() != record
     # Log-probabilities of a prompt need its computation.

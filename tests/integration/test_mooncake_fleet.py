@@ -115,7 +115,7 @@ def test_fleet_when_one_server_has_computed_a_prompt_then_it_is_a_hit_on_another
     assert shared["choices"][0]["text"] == computed["choices"][0]["text"]
     assert computed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert shared["usage"]["prompt_tokens_details"]["cached_tokens"] == blocks * BLOCK
-    assert fleet.counted(second, "kv_tier_hit_blocks_total") == hits + blocks
+    fleet.wait_until("the hits", lambda: fleet.counted(second, "kv_tier_hit_blocks_total") == hits + blocks)
     of_tenant = fleet.complete(prompt, second, cache_salt="tenant")
     assert of_tenant["choices"][0]["text"] == computed["choices"][0]["text"]
     assert of_tenant["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # neither from the pool nor from the store

@@ -216,7 +216,8 @@ def test_decode_when_its_reservation_waits_and_p_never_gets_the_request_then_it_
     assert reader.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     record = cluster.decode[0].finished("lonely")
     assert (record["code"], record["abort_source"]) == (603, "deadline")
-    assert cluster.decode[0].metric("baton_aborts_total", leg="decode", source="deadline") >= 1
+    counted = cluster.decode[0].counted
+    wait_for("its count", lambda: counted("baton_aborts_total", leg="decode", source="deadline") >= 1, LIMIT_S)
 
 
 def test_prefill_when_the_deadline_passes_while_it_computes_then_the_record_has_603(
