@@ -317,7 +317,8 @@ class TcpSender(Sender):
     async def _connect(self) -> Mover:
         """The peer connects when it has the first notice."""
         self._listener.await_token(self._expected)
-        await asyncio.wait((self._expected.connection, self._stopped), timeout=CONNECT_S)
+        waiting = (self._expected.connection, self._stopped)
+        await asyncio.wait(waiting, timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
         if not self._expected.connection.done():
             self._hold_up()
         await self._or_stop(self._expected.connection)

@@ -327,6 +327,15 @@ def test_load_when_the_peer_of_another_one_does_not_connect_then_it_has_the_slot
         prefill.lease_ended()
 
 
+def test_load_when_its_peer_connects_then_it_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_sending, "CONNECT_S", 3600.0)
+    with pair() as (prefill, decode):
+        prefill.stage(KEY, [5])
+        decode.load(prefill.source, KEY, [1])
+        decode.load_done()
+        prefill.lease_ended()
+
+
 @pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("mode", ["off", "sample", "all"])
 @pytest.mark.parametrize("node", [Node, StagedNode])
