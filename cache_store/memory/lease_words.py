@@ -6,9 +6,9 @@ given to another request. So a reader that finds the value after its copies know
 find it knows nothing, and asks.
 
 The processor keeps the order: a store to the word comes before the owner's later ones to the blocks, and the reader's
-look at it after its reads of them. (Calls into the interpreter and its lock, and that into the system
-by which the word is read, lie between them and are barriers everywhere. A one-sided read of the word begins after those
-of the blocks have ended.)
+look at it after its reads of them. (Calls into the interpreter and its lock, and that into the system by which the word
+is read, lie between them and are barriers everywhere. A one-sided read of the word begins after those of the blocks
+have ended.)
 
 On the owner's machine they are a file that is opened (`PeerWords`). Words of a process that has ended say nothing: its
 device memory may belong to somebody else by now. So the owner holds a lock on the file (an OFD lock) that ends with it.
@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import struct
 import sys
 from typing import Protocol
@@ -56,7 +57,8 @@ class LeaseWords:
             raise
         self._words = np.frombuffer(self.file.view, np.uint64)
         self._free = list(range(count - 1, -1, -1))
-        self._last = 0
+        # Not the numbers of another engine: whatever is read where its words were is not taken for them.
+        self._last = secrets.randbits(62)
 
     def take(self) -> tuple[int, int] | None:
         """Index and value of a word; None when all are taken."""
@@ -86,7 +88,7 @@ def make_lease_words() -> LeaseWords | None:
     try:
         return LeaseWords()
     except OSError as error:
-        _log.info("readers on this machine have to ask whether leases stand: %s", error)
+        _log.info("readers have to ask whether leases stand: %s", error)
         return None
 
 

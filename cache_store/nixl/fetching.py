@@ -98,7 +98,7 @@ class NixlFetcher:
             if hanging and self.link.moved(peer, looked):
                 self._watch(peer, since)
             elif hanging:
-                self.link.restart(f"{hanging} reads of a peer hang, and their load has ended {HANG_S:g} s ago")
+                self.link.restart(f"{hanging} reads of a peer hang, and their load has given up {HANG_S:g} s ago")
 
         timer = loop.call_later(HANG_S, look)
         self._timers.add(timer)

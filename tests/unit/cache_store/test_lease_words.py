@@ -36,8 +36,10 @@ def test_word_when_its_lease_has_ended_then_it_says_nothing_nor_does_that_of_the
     second = word(own.take())
     assert second.index == first.index
     assert stands(peer, second) and not stands(peer, first)
-    peer.close()
-    own.close()
+    other = LeaseWords(1)
+    assert word(other.take()).value not in (first.value, second.value), "nor is it that of another engine"
+    for each in (peer, own, other):
+        each.close()
 
 
 def test_word_that_is_none_then_it_says_nothing() -> None:
