@@ -7,8 +7,9 @@ sent (tcp.connection.Outbound), by another worker where there are cores for it, 
 byte is copied on this side but by the kernel; out of a device each is copied once, into the slot from which it is sent.
 
 A slot is held until its bytes were taken by the socket. When the peer does not keep up within a worker's turn
-(tcp.connection.TURN_S), or does not connect, what is left of them is copied aside and the slot is given back, so a slow
-peer costs memory for its own load, and no slot. And who has a slot does not wait for another one.
+(tcp.connection.TURN_S), does not connect or does not read the stream, what is left of them is copied aside and the slot
+is given back, so a slow peer costs memory for its own load, and no slot. And who has a slot does not wait for another
+one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cache_store.memory.row_copies import check_rows, copy_rows
 from cache_store.memory.staging import Slot, Staging, settled
 from cache_store.serving.reader import Run
 from cache_store.serving.sending import Link, Sender, announce, damaged
-from cache_store.tcp.connection import DataConnection, Mover, Outbound, Transfer, sums_apart, views_of
+from cache_store.tcp.connection import Mover, Outbound, Transfer, sums_apart, views_of
 from cache_store.tcp.listener import DataListener
 from cache_store.transports import TCP
 from protos import cache_store_pb2 as pb
@@ -43,6 +44,7 @@ VIEWED_BYTES = 64 << 20
 INLINE_BYTES = 64 * 1024  # so much is gathered on the loop
 GATHERED_ROW_BYTES = 2048  # rows that are smaller are gathered: a system call takes few views
 CONNECT_S = 0.05  # for a peer that has been told of the first bytes to come for them
+TAKE_S = 0.05  # for the stream to take what it is told
 # The word of the peer itself, that it has given up or that the lease has ended, is on its way by the stream.
 GRACE_S = 3.0
 
@@ -216,7 +218,6 @@ class TcpSender(Sender):
         self._listener = listener
         self._source = source
         self._expected = listener.expect()
-        self._connection: DataConnection | None = None
         self._mover: Mover | None = None
         self._making: deque[asyncio.Future[list[Outgoing]]] = deque()
         self._next: Chosen = []  # taken from the reader, and no room for them yet
@@ -229,7 +230,9 @@ class TcpSender(Sender):
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._grace: asyncio.TimerHandle | None = None
         self._held_up = False  # the peer takes nothing now
+        self._unread = False  # nor what it is told
         self._clean = False
+        self._parted = False  # the connection is the listener's again
 
     # ---- for the source
 
@@ -283,8 +286,7 @@ class TcpSender(Sender):
         notices: list[pb.Notice] = []
         for outgoing in ready:
             announce(notices, outgoing.run, outgoing.blocks)
-        effect = await self._say(pb.LoadEvent(notices=notices), "pieces")
-        await self._flush()  # before the bytes of which it speaks
+        effect = await self._announce(notices, ready)
         if effect & faults.DROP:
             for outgoing in ready:
                 self._sent(outgoing.transfer)
@@ -296,6 +298,24 @@ class TcpSender(Sender):
             mover.put(outgoing.transfer)
         await self._or_moved(self._source.queued_bytes(ready[-1].run))
         return True
+
+    async def _announce(self, notices: list[pb.Notice], ready: list[Outgoing]) -> int:
+        """Before the bytes of which they speak, which no worker has yet. What a fault point has changed."""
+
+        def late() -> None:
+            self._unread = True
+            for outgoing in ready:
+                self._set_aside(outgoing)
+            self._set_made_aside()
+
+        timer = asyncio.get_running_loop().call_later(TAKE_S, late)
+        try:
+            effect = await self._say(pb.LoadEvent(notices=notices), "pieces")
+            await self._flush()
+        finally:
+            timer.cancel()
+            self._unread = False
+        return effect
 
     async def _next_batch(self) -> Chosen:
         """The next runs that are ready, less what a fault point drops; empty when none is."""
@@ -323,9 +343,8 @@ class TcpSender(Sender):
             self._hold_up()
         await self._or_stop(self._expected.connection)
         self._held_up = False
-        self._connection = self._expected.connection.result()
         self._mover = Mover(
-            self._connection,
+            self._expected.connection.result(),
             self._workers(),
             sending=True,
             done=self._sent,
@@ -375,12 +394,15 @@ class TcpSender(Sender):
         self._held_up = True
         for outgoing in self._sending.values():
             self._set_aside(outgoing)
+        self._set_made_aside()
+
+    def _set_made_aside(self) -> None:
         for made in self._making:
             if made.done():
                 self._made(made)
 
     def _made(self, made: asyncio.Future[list[Outgoing]]) -> None:
-        if self._held_up and not made.cancelled() and made.exception() is None:
+        if (self._held_up or self._unread) and not made.cancelled() and made.exception() is None:
             for outgoing in made.result():
                 self._set_aside(outgoing)
 
@@ -403,6 +425,7 @@ class TcpSender(Sender):
                 self._broken.exception()  # looked at: perhaps nobody waits any more
 
         self._grace = asyncio.get_running_loop().call_later(GRACE_S, give_up)
+        self._hold_up()  # no worker has anything any more
 
     # ---- the end
 
@@ -432,8 +455,7 @@ class TcpSender(Sender):
             self._source.give_back(outgoing)
         self._sending.clear()
         arrived = self._expected.connection
-        if self._connection is None and arrived.done() and not arrived.cancelled() and arrived.exception() is None:
-            self._connection = arrived.result()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._listener.give_back(connection, self._clean)
+        if self._parted or not arrived.done() or arrived.cancelled() or arrived.exception() is not None:
+            return
+        self._parted = True
+        self._listener.give_back(arrived.result(), self._clean)

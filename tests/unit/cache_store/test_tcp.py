@@ -91,16 +91,16 @@ def sent_bytes(blocks: int) -> int:
     return LAYOUT.num_layers * (blocks * LAYOUT.block_bytes + SUM_BYTES)
 
 
-def load_request(blocks: int) -> pb.LoadRequest:
+def load_request(blocks: int, layout: GroupLayout = LAYOUT) -> pb.LoadRequest:
     return pb.LoadRequest(
         reference=pb.KvReference(engine_id="prefill", request_key=KEY),
         wanted=[
             pb.WantedBlocks(
-                group="full", block_size=LAYOUT.block_size, first_block=0, num_blocks=blocks,
-                num_layers=LAYOUT.num_layers, block_bytes=LAYOUT.block_bytes, partition_count=1, partition_id=0,
+                group="full", block_size=layout.block_size, first_block=0, num_blocks=blocks,
+                num_layers=layout.num_layers, block_bytes=layout.block_bytes, partition_count=1, partition_id=0,
             )
         ],
-        prompt_tokens=blocks * LAYOUT.block_size,
+        prompt_tokens=blocks * layout.block_size,
         checksum="all",
         chunk_bytes=1 << 16,
         transport="tcp",
@@ -334,6 +334,36 @@ def test_load_when_its_peer_connects_then_it_goes_on_at_once(monkeypatch: pytest
         decode.load(prefill.source, KEY, [1])
         decode.load_done()
         prefill.lease_ended()
+
+
+@pytest.mark.parametrize("what", ["unread_stream", "reset_connection"])
+def test_load_when_the_peer_of_another_one_keeps_its_stream_open_and_reads_nothing_then_it_has_the_slot(
+    what: str,
+) -> None:
+    with pair(StagedNode, BIG, staging_slots=1, chunk_bytes=1 << 16) as (prefill, decode):
+        assert isinstance(prefill, StagedNode)
+        ring, listener = prefill.staging.reads, prefill.agent._equipment.listener
+        prefill.stage(KEY, list(range(60)))
+        window = 64 if what == "unread_stream" else 1 << 16  # bytes of the stream that its peer has room for
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window)]
+        with grpc.insecure_channel(prefill.address, options) as channel:
+            call = cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_request(60, BIG), timeout=WAIT_S)
+            token = next(call).started.data_token
+            with connect(prefill) as connection:
+                connection.sendall(token)
+                if what == "reset_connection":
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.close()
+                until(lambda: prefill.count("kv_data_connections_total", result="used") == 1, "it is taken")
+                prefill.stage(key_of(2), [5])
+                decode.load(prefill.source, key_of(2), [6], deadline_s=WAIT_S / 2)
+                decode.load_done()
+                assert np.array_equal(decode.blocks([6]), prefill.blocks([5]))
+                assert prefill.lease_ended().request_key == key_of(2)
+                prefill.agent.fail(KEY, BatonError(ErrorCode.CANCELLED, "left"))
+                assert prefill.lease_ended().request_key == KEY
+        assert listener is not None
+        until(lambda: ring.free == 1 and listener.connections == 1, "no more than the connection of the other one")
 
 
 @pytest.mark.usefixtures("sums")
