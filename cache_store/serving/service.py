@@ -286,7 +286,7 @@ class CacheStoreService:
             )
 
         if generation is not None:
-            await self._end_of_last(reference.request_key, caller.rank)
+            await self._end_of_last(reference.request_key, caller.rank, generation)
         reader = try_open()
         if reader is not None:
             return reader
@@ -310,16 +310,21 @@ class CacheStoreService:
             raise BatonError(ErrorCode.CACHE_STORE_LOAD_BUFFER_TIMEOUT, "the prefill did not begin in time")
         return reader
 
-    async def _end_of_last(self, key: str, rank: int) -> None:
+    async def _end_of_last(self, key: str, rank: int, generation: int) -> None:
         """Before a reload: its caller has ended the load before it, but by another connection, and what that one moves
-        has to stop first. Returns when it is closed, or after RELOAD_WAIT_S."""
+        has to stop first. Returns when it is closed, or after RELOAD_WAIT_S; a load of another generation is none of
+        the caller's."""
         last = self._table.open_reader(key, rank)
-        if last is not None:
-            closed = asyncio.Event()
-            last.on_close.append(closed.set)
+        if last is None or last.lease.generation != generation:
+            return
+        closed = asyncio.Event()
+        last.on_close.append(closed.set)
+        try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELOAD_WAIT_S):
                     await closed.wait()
+        finally:
+            last.on_close.remove(closed.set)
 
     def _sender(self, reader: Reader, request: pb.LoadRequest, context: _Context) -> Sender:
         link = Link(

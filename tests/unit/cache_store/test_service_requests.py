@@ -445,7 +445,7 @@ def test_reload_that_overtakes_the_end_of_the_load_before_it_waits_for_that(
     ).found
 
 
-def test_reload_beside_a_load_that_stays_open_is_a_duplicate(
+def test_reload_beside_a_load_that_stays_open_is_a_duplicate_and_one_of_another_generation_does_not_wait(
     node: Node, stub: pb_grpc.CacheStoreStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RELOAD_WAIT_S", 0.05)
@@ -455,6 +455,11 @@ def test_reload_beside_a_load_that_stays_open_is_a_duplicate(
     assert next(first).started.generation == 3
     reference = pb.KvReference(engine_id="prefill", request_key=key, generation=3)
     assert load_refused(stub, load_request(key, reference=reference)).code is ErrorCode.DUPLICATE_REQUEST
+    open_ = node.agent._table.open_reader(key, 0)
+    assert open_ is not None and not open_.on_close, "nobody waits any more"
+    monkeypatch.setattr(service, "RELOAD_WAIT_S", 10 * STUB_TIMEOUT_S)
+    other = pb.KvReference(engine_id="prefill", request_key=key, generation=4)
+    assert load_refused(stub, load_request(key, reference=other)).code is ErrorCode.KV_STALE_REFERENCE
     node.compute(key, 3)
     assert list(first)[-1].done.pieces == 9
     assert stub.Release(
