@@ -413,10 +413,12 @@ class NixlLink:
         try:
             async with asyncio.timeout(2 * FIRST_READ_S):
                 await asyncio.shield(opened)
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
             session.opening.pop(number, None)
             session.send(frames.Shut(number))
-            raise MemoryUnavailable("the peer's memory could not be read in time") from None
+            if isinstance(error, TimeoutError):
+                raise MemoryUnavailable("the peer's memory could not be read in time") from None
+            raise
         return NixlPeer(session, number, layers)
 
     def read(self, peer: NixlPeer, layers: range, source: Rows, target: Rows) -> asyncio.Future[int]:

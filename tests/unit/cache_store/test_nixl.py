@@ -508,6 +508,30 @@ def test_word_when_its_owner_stands_still_then_it_says_nothing_and_the_look_ends
 
 @needs_nixl
 @pytest.mark.asyncio(loop_scope="module")
+async def test_memory_when_the_load_that_opens_it_is_cancelled_then_it_is_shut(
+    memories: tuple[Memory, Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, own = memories
+    async with asyncio.timeout(WAIT_S):
+        sent: list[object] = []
+        session = own.link.session
+        assert session is not None
+        send = session.send
+        monkeypatch.setattr(session, "send", lambda request: (sent.append(request), send(request)))
+        opening = asyncio.create_task(own.link.open(theirs.link.describe()))
+        await asyncio.sleep(0)
+        ((number, _),) = session.opening.items()
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert not session.opening and sent[1:] == [nixl_link.frames.Shut(number)]
+        peer = await own.link.open(theirs.link.describe())
+        await own.link.read(peer, range(1), rows(0, 1), rows(0, 2))
+        peer.close()
+
+
+@needs_nixl
+@pytest.mark.asyncio(loop_scope="module")
 async def test_memory_of_another_kind_then_it_is_not_opened(
     memories: tuple[Memory, Memory],
 ) -> None:
