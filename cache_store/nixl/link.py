@@ -236,6 +236,7 @@ class NixlLink:
         self._index = {place: index for index, place in enumerate(self._places)}
         self._clock = clock
         self._session: _Session | None = None
+        self._begun: _Session | None = None  # the last one, ready or not
         self._starting: asyncio.Task[_Session] | None = None
         self._failed: NixlUnavailable | None = None
         self._failed_at = 0.0
@@ -303,10 +304,15 @@ class NixlLink:
             session.body = making.result()
         except BaseException:
             own.close()
+            if making.done() and not making.cancelled() and making.exception() is None:
+                body = making.result()
+                body.kill()
+                await loop.run_in_executor(None, body.wait)
             raise
         finally:
             theirs.close()
         await loop.create_unix_connection(lambda: session, sock=own)
+        self._begun = session
         regions = self._regions
         layers = [
             (regions.files[place].descriptor if place in regions.files else -1, regions.addresses.get(place, 0), size)
@@ -360,8 +366,8 @@ class NixlLink:
                 if self._starting is not None:
                     self._starting.cancel()
                     await asyncio.wait([self._starting])
-                session = self.session
-                if session is not None:
+                session = self._begun
+                if session is not None and not session.over.done():
                     session.kill()
                     await session.over
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -478,6 +479,32 @@ async def test_word_of_a_peers_lease_then_it_stands_until_it_is_cleared_and_one_
         assert not await words.stands(said[0]), "of another lease"
         assert await words.stands(pb.LeaseWord(index=again[0], value=again[1]))
         fetcher.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("connected", [False, True])
+def test_link_when_it_is_closed_while_its_process_starts_then_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch, connected: bool
+) -> None:
+    made: list[subprocess.Popen[bytes]] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+
+    async def run() -> None:
+        link, started = Memory(3).link, asyncio.Event()
+        monkeypatch.setattr(nixl_link._Session, "send", lambda session, request: started.set())
+        link.begin()
+        async with asyncio.timeout(WAIT_S):
+            await (started.wait() if connected else asyncio.sleep(0))
+            await link.close()
+
+    asyncio.run(run())
+    assert [process.returncode for process in made] == [-signal.SIGKILL]
 
 
 @needs_nixl
