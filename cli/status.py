@@ -97,7 +97,9 @@ async def read_status(base_url: str, api_key: str = "") -> ClusterStatus:
             pages = [client.get(base_url + path) for path in ("/workers", "/version", "/ready", "/v1/models", "/load")]
             workers, version, ready, models, load = await asyncio.gather(*pages)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RouterUnreachable(f"no router answers at {base_url} ({error or type(error).__name__})") from None
+            raise RouterUnreachable(
+                f"no router answers at {base_url} ({str(error) or type(error).__name__}); is --base-url right?"
+            ) from None
     listed = _json(workers, base_url).get("workers")
     if not isinstance(listed, list):
         raise RouterUnreachable(f"{base_url}/workers is not a router's list of servers")

@@ -432,7 +432,8 @@ class WorkerRegistry:
                 if misfit:
                     state, reasons = "incompatible", misfit
             if (state, reasons) != (worker.state, worker.reasons):
-                _log.info(
+                _log.log(
+                    logging.WARNING if state == "incompatible" else logging.INFO,
                     "%s server %s is %s%s",
                     worker.role,
                     worker.address,

@@ -212,9 +212,16 @@ class ServerSettings(CommonSettings):
         "auto", description="how KV blocks travel; auto: the first of these that both servers have"
     )
     kv_lease_seconds: float = Field(30.0, gt=0, le=86400, description="life of staged KV without a sign of its reader")
-    kv_checksum: Literal["off", "sample", "all"] = Field("all", description="which pieces of KV carry a checksum")
+    kv_checksum: Literal["off", "sample", "all"] = Field(
+        "all",
+        description="which pieces of KV carry a checksum over tcp and grpc (ipc and nixl have none); of two servers the"
+        " stricter mode counts",
+    )
     kv_load_failure_policy: Literal["retry", "recompute", "fail"] = Field(
-        "retry", description="retry: one reload, then recompute where allowed, else another server"
+        "retry",
+        description="what a decode server does whose load failed; retry: one reload, then as recompute; recompute: it"
+        " computes the prompt itself where it may (--allow-local-prefill), else as fail; fail: the router tries again,"
+        " elsewhere if it can",
     )
     kv_data_port: Port = Field(
         0, description="port of rank 0's data connections (transport tcp); rank r listens on this + r; 0: any free ones"

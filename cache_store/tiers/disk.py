@@ -84,7 +84,9 @@ class DiskTier:
         except OSError as error:
             self.close()
             if isinstance(error, BlockingIOError):
-                text = "another server uses it; give each server a directory of its own"
+                text = (
+                    "another server uses it; give each server a directory of its own, as `baton up --kv-disk-path` does"
+                )
             else:
                 text = f"it cannot be used: {error.strerror or error}; name a directory that can be written to"
             raise BatonError(ErrorCode.INVALID_PARAMS, f"{FLAG} {root}: {text}") from error
