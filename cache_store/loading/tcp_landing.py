@@ -382,8 +382,13 @@ class TcpLanding(Landing):
                 self._target.set_aside(self._open[transfer])
 
     def _fail(self, error: Exception) -> None:
-        """Nothing comes any more."""
+        """Nothing comes any more, and no worker has anything."""
         self._broken = True
+        if self._placing is not None:
+            self._placing.cancel()
+        if self._mover is not None:
+            for transfer in self._mover.queued:
+                self._target.drop(self._open[transfer])
         if isinstance(error, ConnectionEnded):
             self._cause = _reset(error)
             self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._fail_now)

@@ -466,6 +466,28 @@ def test_load_when_the_network_stands_still_then_it_holds_no_slot_and_no_thread_
         prefill.lease_ended()
 
 
+def test_connection_when_it_ends_and_the_stream_says_nothing_then_no_slot_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (tcp_sending, tcp_landing):
+        monkeypatch.setattr(module, "GRACE_S", 10 * WAIT_S)
+    monkeypatch.setattr(tcp_landing.StagedTarget, "set_aside", lambda target, incoming: None)
+    limits = {"load_progress_timeout_s": 10 * WAIT_S, "chunk_bytes": 1 << 16}
+    with pair(StagedNode, BIG, **limits) as (prefill, decode), between(prefill, allowed=100_000) as middle:
+        assert isinstance(prefill, StagedNode) and isinstance(decode, StagedNode)
+        ring = decode.staging.writes
+        prefill.stage(KEY, list(range(60)))
+        decode.load(prefill.source, KEY, list(range(60)))
+        middle.at(100_000)
+        until(lambda: ring.free == ring.slots - tcp_landing.AHEAD, "it has slots")
+        middle.cut()
+        until(lambda: ring.free == ring.slots, "they are free")
+        assert decode.agent.stats().loads == 1
+        decode.agent.cancel_load(KEY, BatonError(ErrorCode.CANCELLED, "left"))
+        assert decode.load_failed().error.code is ErrorCode.CANCELLED
+        prefill.lease_ended()
+
+
 @pytest.mark.usefixtures("sums")
 def test_notices_when_they_come_while_the_network_stands_still_then_they_hold_no_slot_either(
     monkeypatch: pytest.MonkeyPatch,
