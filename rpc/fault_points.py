@@ -63,7 +63,7 @@ _TABLE = (
     FaultPoint("cache_store.send_piece", "P", ("key", "group", "layer", "block", "rank"), _LOST,
                "each block of a layer, before it goes into an event"),
     FaultPoint("cache_store.piece_bytes", "P", ("key", "group", "layer", "rank"), (CORRUPT,),
-               "the payload of an event, once its checksums are made; of a transport that reads memory there is none"),
+               "the payload of an event, once its checksum is made; of a transport that reads memory there is none"),
     FaultPoint("cache_store.read_event", "D", ("key", "rank"), _MESSAGE,
                "an event of a load is read; a delay is a slow reader"),
     FaultPoint("cache_store.lease_word", "D", ("key", "rank"), (DROP,),

@@ -236,7 +236,7 @@ class Load:
         try:
             checksum.compare(have, want, where)
         except BatonError as error:
-            self._count("checksum")
+            self._count("checksum", len(piece.blocks))
             self.fail_with(error)
 
     def on_taken(self, piece: Piece) -> None:

@@ -261,7 +261,7 @@ def test_damaged_piece_is_a_checksum_failure_and_can_be_reloaded(pair: tuple[Nod
     failed = decode.load_failed()
     assert failed.error.code is ErrorCode.KV_CHECKSUM_MISMATCH
     assert failed.retriable_here
-    assert decode.count("kv_transfer_pieces_total", result="checksum") == 1
+    assert decode.count("kv_transfer_pieces_total", result="checksum") == 2  # both blocks of the event
     assert decode.count("kv_transfer_failures_total", reason="KV_CHECKSUM_MISMATCH") == 1
     decode.load(prefill.source, KEY, [3, 4], reload=True)
     decode.load_done()
