@@ -1,7 +1,8 @@
 """The processes of a measurement: one that has computed prompts, and one that loads them for each way of loading.
 
 Each is driven over a pipe and holds one agent, as an engine rank does. The decode process of a transport's first way
-also does the transport's bare transfers, into the same pool.
+also does the transport's bare transfers, into the same pool; those of NIXL have two processes and two pools of their
+own, since its agents use a processor all the time, and stand still while something else is measured.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -68,13 +71,12 @@ class _Agent:
         return found
 
 
-def _prefill(shape: Shape, threads: int, chunk_bytes: int | None, with_nixl: bool, pipe: Connection) -> None:
+def _prefill(shape: Shape, threads: int, chunk_bytes: int | None, pipe: Connection) -> None:
     pool = Pool(shape, seed=1)
     # The stricter of two modes of the checksum decides.
     settings = AgentSettings(checksum="off", lease_seconds=600, threads=threads, chunk_bytes=chunk_bytes)
     side = _Agent("prefill", shape, pool, settings)
     server = SocketServer(pool, shape)
-    nixl = BareNixl.make("bare-prefill", pool, shape) if with_nixl else None
     end = asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
     ports: list[int] = []
@@ -98,7 +100,6 @@ def _prefill(shape: Shape, threads: int, chunk_bytes: int | None, with_nixl: boo
             "socket": server.port,
             "stream": ports[0],
             "memory": pool.kv.share().SerializeToString(),
-            "nixl": None if nixl is None else (nixl.metadata, nixl.addresses),
         }
     )
     result = common_pb2.PrefillResult(first_token=common_pb2.TokenOutput(index=0, token_id=1), cached_tokens=0)
@@ -166,13 +167,9 @@ class _Decode:
         elif what == "stream":
             client = client or StreamClient(self._pool, self._shape, self._offer["stream"])
             seconds = client.receive(blocks)
-        elif what == "copy":
+        else:
             client = client or Copier(self._pool, self._shape, self._offer["memory"])
             seconds = client.copy(source, target)
-        else:
-            client = client or BareNixl.make("bare-decode", self._pool, self._shape)
-            metadata, addresses = self._offer["nixl"]
-            seconds = client.read(metadata, addresses, source, target)
         self._bare[what] = client
         return {"seconds": seconds, "load_s": seconds, "first_s": 0.0}
 
@@ -194,6 +191,17 @@ class _Decode:
         self._pool.close()
 
 
+def _bare_nixl(shape: Shape, name: str, seed: int, pipe: Connection) -> None:
+    pool = Pool(shape, seed)
+    side = BareNixl.make(name, pool, shape)
+    pipe.send(None if side is None else (side.metadata, side.addresses))
+    while (command := pipe.recv()) is not None and side is not None:
+        mine = _cpu_seconds()
+        seconds = side.read(*command)
+        pipe.send({"seconds": seconds, "load_s": seconds, "first_s": 0.0, "cpu_s": _cpu_seconds() - mine})
+    os._exit(0)  # a regular end crashes in the library (tried: 1.5)
+
+
 def _decode(
     shape: Shape, way: Way, threads: int, chunk_bytes: int | None, offer: dict[str, Any], pipe: Connection
 ) -> None:
@@ -208,16 +216,18 @@ class Processes:
     def __init__(self, shape: Shape, ways: list[Way], threads: int, chunk_bytes: int | None = None) -> None:
         self.shape = shape
         self._started: list[tuple[SpawnProcess, Connection]] = []
+        self._resting: list[SpawnProcess] = []
         self._keys = 0
         try:
-            with_nixl = any(way.transport == NIXL for way in ways)
-            self._prefill = self._start(_prefill, shape, threads, chunk_bytes, with_nixl)
+            self._prefill = self._start(_prefill, shape, threads, chunk_bytes)
             self.offer: dict[str, Any] = self._answer(self._prefill)
             self._decodes = {
                 way.name: self._start(_decode, shape, way, threads, chunk_bytes, self.offer) for way in ways
             }
             for pipe in self._decodes.values():
                 self._answer(pipe)
+            if any(way.transport == NIXL for way in ways):
+                self._start_bare_nixl()
         except BaseException:
             self.close()
             raise
@@ -229,6 +239,21 @@ class Processes:
         theirs.close()
         self._started.append((process, ours))
         return ours
+
+    def _start_bare_nixl(self) -> None:
+        first = len(self._started)
+        pipes = [
+            self._start(_bare_nixl, self.shape, name, seed) for seed, name in enumerate(("prefill", "decode"), 2000)
+        ]
+        self._bare_nixl_offer, _ = map(self._answer, pipes)
+        self._bare_nixl_pipe = pipes[1]
+        self._resting = [process for process, _ in self._started[first:]]
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._resting:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def _answer(self, pipe: Connection) -> Any:
         if not pipe.poll(WAIT_S):
@@ -261,6 +286,13 @@ class Processes:
     def bare(self, what: str, way: str, blocks: int, scattered: bool) -> dict[str, float]:
         """One of the baselines, into the pool of a way's process."""
         theirs, own = self._ids(blocks, scattered)
+        if what == NIXL:
+            self._signal(signal.SIGCONT)
+            self._bare_nixl_pipe.send((*self._bare_nixl_offer, theirs, own))
+            try:
+                return {**self._answer(self._bare_nixl_pipe), "send_cpu_s": 0.0}
+            finally:
+                self._signal(signal.SIGSTOP)
         if what == "socket":
             self._prefill.send(("socket", blocks))
         found: dict[str, float] = self._ask(self._decodes[way], what, (blocks, theirs, own))
@@ -277,6 +309,7 @@ class Processes:
         return bool(self._ask(self._prefill, "digest", theirs) == self._ask(self._decodes[way], "digest", own))
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for process, pipe in self._started:
             with contextlib.suppress(BrokenPipeError, OSError):
                 pipe.send(None)
