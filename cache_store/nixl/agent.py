@@ -7,6 +7,8 @@ What the library (tried: 1.5) promises less than its names say, and what is done
 * What it has taken in of metadata that are damaged near their end stays, and whole ones of that agent are refused.
 * A transfer that failed is reported with its first failing part. The others are given SETTLE_S to be thrown away.
 * Its progress thread spins unless it is given a delay; with one, it sleeps until there is something to do.
+* A read in host memory is a copy by the thread that begins it, unless the backend has threads of its own: then they
+  share its descriptors. (Not on a device, whose driver these threads would have to be made known to.)
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from cache_store.memory.lease_words import WORD_BYTES
 PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
 PROGRESS_DELAY_US = 1_000_000
+MOST_THREADS = 4
 SETTLE_S = 1.0
 _PROBE_BYTES = 64
 _LOOKS = 1024  # at words of peers, at once
@@ -152,7 +155,7 @@ class NixlAgent:
             config.pthrDelay = PROGRESS_DELAY_US
             config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
             self._agent = nixl.nixlAgent(name, config)
-            self._agent.createBackend(BACKEND, {})
+            self._agent.createBackend(BACKEND, {} if on_device else _threads())
             self._register(self._kind, [(address, size, self._device, "") for address, size in layers])
             own = [(each.ctypes.data, each.nbytes) for each in (self._scratch, self._seen)]
             self._register(nixl.DRAM_SEG, [(*each, 0, "") for each in (*own, words) if each[1]])
@@ -342,6 +345,12 @@ class NixlAgent:
     def close(self) -> None:
         """Ends its connections, and with them all reads: nothing is written any more afterwards."""
         del self._agent
+
+
+def _threads() -> dict[str, str]:
+    """Options of the backend: threads that share the descriptors of a read, however few there are."""
+    count = max(2, min(MOST_THREADS, len(os.sched_getaffinity(0))))
+    return {"num_threads": str(count), "split_batch_size": "1"}
 
 
 def _unheard(_problem: str) -> None:
