@@ -44,10 +44,8 @@ FULL = -200  # nowhere is there room
 FAILED = -1
 _LOST = frozenset((-900, -901, -902))  # the master does not answer
 
-# Unless the user's environment says otherwise. How long the library waits: its own defaults are up to a minute. And a
-# record in few pieces: in those of 64 KiB, which it makes otherwise, a read takes a third longer.
-SETTINGS = {
-    "MC_TCP_SLICE_SIZE": "1048576",
+# How long the library waits, unless the user's environment says otherwise; its own defaults are up to a minute.
+LIMITS = {
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
@@ -111,7 +109,7 @@ def main() -> int:
     # With its pages: the first records would wait for them.
     memory = mmap.mmap(descriptors[0], config.slots * config.slot_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     os.close(descriptors[0])
-    for name, value in SETTINGS.items():
+    for name, value in LIMITS.items():
         os.environ.setdefault(name, value)
     try:
         from mooncake.store import MooncakeDistributedStore
