@@ -304,7 +304,7 @@ def test_k10_client_leaves_between_prefill_and_first_token_then_p_holds_nothing_
         generation = client.open(prompt, 40, request_id=request_id, salt=request_id)
         wait_for(f"the answer of P to {request_id}", lambda key=request_id: prefill.open_state(key) == "held", LIMIT_S)
         threading.Event().wait(numbers.uniform(0.0, 0.1))
-        assert staged(prefill) > 0, "the KV is held for the load"
+        wait_for("the KV that is held for the load", lambda: staged(prefill) > 0, LIMIT_S)
         generation.cancel()
         wait_for("no staged block on P", lambda: staged(prefill) == 0, LIMIT_S)
 
