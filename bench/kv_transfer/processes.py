@@ -253,7 +253,8 @@ class Processes:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._resting:
             assert process.pid is not None
-            os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # who needs its answer is told
+                os.kill(process.pid, number)
 
     def _answer(self, pipe: Connection) -> Any:
         if not pipe.poll(WAIT_S):

@@ -117,10 +117,12 @@ class NixlWords:
         self._peer = peer
 
     async def stands(self, word: pb.LeaseWord) -> bool:
+        if not word.value:
+            return False
         look = self._fetcher.link.look(self._peer, word.index)
         try:
             async with asyncio.timeout(LOOK_S):
-                return bool(word.value) and await asyncio.shield(look) == word.value
+                return await asyncio.shield(look) == word.value
         except (ReadFailed, TimeoutError):
             return False
         finally:
