@@ -44,6 +44,7 @@ def make_offer(pool: KvPool, settings: AgentSettings, observe: Observe) -> Offer
                 "other servers of this machine cannot read the KV memory, so transport ipc is left out: %s", error
             )
     on_demand = frozenset[str]()
+    missing = ""
     regions = pool.regions() if NIXL in allowed else None
     if regions is not None:
         if not installed():
@@ -52,16 +53,14 @@ def make_offer(pool: KvPool, settings: AgentSettings, observe: Observe) -> Offer
             # Over TCP the library may end its process, which here is the engine's, with that of a peer.
             missing = "this machine has no RDMA device"
         else:
-            missing = ""
             possible.add(NIXL)
             on_demand = frozenset({NIXL})
         if missing and settings.transport == NIXL:
             raise nixl_impossible(missing)
         if missing:
             observe("kv_transport_fallbacks_total", transport=NIXL, reason="absent")
-            _log.info("transport nixl is left out: %s", missing)
     transports = tuple(each for each in TRANSPORTS if each in possible)
-    return Offer(transports or (GRPC,), this_host(), memories, on_demand)
+    return Offer(transports or (GRPC,), this_host(), memories, on_demand, absent=missing)
 
 
 def has_rdma() -> bool:

@@ -11,6 +11,7 @@ or a typed error. They differ in where the bytes are:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ ONE_SIDED = frozenset({IPC, NIXL})
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -37,7 +40,7 @@ class Offer:
 
     `memories`: of each one-sided transport, how the peer reaches this engine's KV memory; one that is not there can be
     used to read from others only. `on_demand`: those of which that is found out when a peer asks. `data_port`: where
-    this side listens for connections of tcp; 0: it does not.
+    this side listens for connections of tcp; 0: it does not. `absent`: why nixl, which would be allowed, is left out.
     """
 
     transports: tuple[str, ...] = (GRPC,)
@@ -45,6 +48,7 @@ class Offer:
     memories: Mapping[str, pb.SharedPool] = field(default_factory=dict)
     on_demand: frozenset[str] = frozenset()
     data_port: int = 0
+    absent: str = ""
 
     def serves(self, transport: str) -> bool:
         """Whether peers may read this engine's blocks in that way; ipc from the same machine alone."""
@@ -73,6 +77,19 @@ class Offer:
             if self.serves(transport) and (transport != IPC or same_host):
                 return transport
         return ""
+
+
+class AbsentNotice:
+    """One warning that nixl is left out, at the first pair of servers that would have used it."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._why = offer.absent
+
+    def connected(self, peer: str, transport: str) -> None:
+        """A handshake has agreed upon `transport`. With ipc, which is better than nixl, nothing is missed."""
+        if self._why and transport in (TCP, GRPC):
+            _log.warning("peer=%s: KV goes over %s; transport nixl is left out: %s", peer, transport, self._why)
+            self._why = ""
 
 
 def this_host() -> str:

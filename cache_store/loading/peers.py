@@ -27,7 +27,7 @@ from cache_store.nixl.link import NixlUnavailable, NotYet
 from cache_store.observations import Observe
 from cache_store.settings import AgentSettings
 from cache_store.tcp.dialer import DataDialer
-from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
+from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, AbsentNotice, Offer
 from cache_store.wire import SERVICE
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
@@ -168,6 +168,7 @@ class Peers:
         self._identity = identity
         self._settings = settings
         self._offer = offer
+        self._absent = AbsentNotice(offer)
         self._fetchers = fetchers
         self._observe = observe
         self._clock = clock
@@ -283,6 +284,7 @@ class Peers:
             peer.engine_id = engine_id
             peer.checksum = response.checksum
             peer.lease_seconds = response.lease_seconds
+            self._absent.connected(peer.address, peer.transport)
             result = "ok"
             return True
         except BatonError as error:

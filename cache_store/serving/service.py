@@ -34,7 +34,7 @@ from cache_store.serving.sending import HostSender, Link, NoticeSender, Sender, 
 from cache_store.serving.tcp_sending import HostSource, Source, StagedSource, TcpSender
 from cache_store.settings import AgentSettings
 from cache_store.tcp.listener import DataListener
-from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, Offer
+from cache_store.transports import GRPC, NIXL, ONE_SIDED, TCP, AbsentNotice, Offer
 from protos import cache_store_pb2 as pb
 from rpc.block_sizes import block_sizes_fit
 from rpc.errors import BatonError, ErrorCode
@@ -88,6 +88,7 @@ class CacheStoreService:
         self._pool = pool
         self._staging = staging
         self.offer = offer
+        self._absent = AbsentNotice(offer)
         self._settings = settings
         self._table = table
         self._parking = parking
@@ -123,6 +124,8 @@ class CacheStoreService:
                 self._settings.lease_seconds,
                 better_soon,
             )
+            if NIXL in request.transports:
+                self._absent.connected(context.peer(), response.transport)
             result = "ok"
             return response.SerializeToString()
         except BatonError as error:

@@ -37,9 +37,7 @@ TURN_S = 0.005
 LONGEST_TURN_S = 0.02
 REPORT_BYTES = 8 << 20  # moved within a turn before the loop hears of it: to wake it costs both threads time
 CALL_BYTES = 1 << 20  # of one system call
-# Of one whose bytes are hashed: they are in a core's own cache then, along with the kernel's.
-SENT_BYTES = 256 << 10
-RECEIVED_BYTES = 512 << 10
+RECEIVED_BYTES = 512 << 10  # of one whose bytes are hashed: they are in a core's own cache then
 WAKE_BYTES = 256 << 10  # a thread that waits for bytes is woken when there are so many
 KEPT_UP_BYTES = 256 << 10  # moved in TURN_S by a peer that keeps up
 BUFFER_BYTES = 4 << 20
@@ -114,7 +112,7 @@ class Transfer:
     the core's own cache: a checksum costs no further way to memory, and nothing waits for that of a whole run.
     """
 
-    piece_bytes = CALL_BYTES  # of one system call, when its bytes are hashed
+    piece_bytes = CALL_BYTES  # of one system call, when its bytes are hashed after it
 
     def __init__(self, views: Sequence[memoryview], summed: bool = False) -> None:
         self.views = deque(views)
@@ -171,7 +169,6 @@ class Transfer:
 class Outbound(Transfer):
     """To be sent."""
 
-    piece_bytes = SENT_BYTES
     _damaged = False
     _ahead: Future[int] | None = None
     _all: tuple[memoryview, ...] = ()

@@ -172,7 +172,7 @@ class PrefixFeed:
         count = 0
         for event in batch.events:
             if event.cleared:
-                index.clear(worker)
+                index.empty(worker)
             if event.removed:
                 index.drop(worker, event.removed)
             if event.stored:

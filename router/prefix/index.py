@@ -86,7 +86,7 @@ class PrefixIndex(Generic[Server]):
             self._entries -= len(holdings)
 
     def clear(self, server: Server) -> None:
-        """The server's cache was emptied, or what is in it is no longer known."""
+        """What the server holds, and will hold, is no longer known."""
         if server in self._servers:
             self.remove(server)
             self.add(server)
@@ -103,6 +103,14 @@ class PrefixIndex(Generic[Server]):
             if holdings.expected.pop(block_hash, None) is not None:
                 self._entries -= 1
             self._put(holdings.held, block_hash, math.inf)
+
+    def empty(self, server: Server) -> None:
+        """The server holds nothing but what it says from now on; what it was given it may still come to hold."""
+        holdings = self._servers.get(server)
+        if holdings is not None:
+            self._entries -= len(holdings.held)
+            # A new table: that of a full one would keep its memory.
+            holdings.held = OrderedDict()
 
     def drop(self, server: Server, hashes: Iterable[bytes]) -> None:
         """The server has evicted these blocks."""

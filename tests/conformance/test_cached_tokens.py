@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.prefix.blocks import PromptBlocks
 from tests.conformance.live_cluster import BLOCK, COMPLETIONS, KEY_METADATA, MODEL, Live
 from tests.integration.cluster import wait_for
 from tests.integration.generation_client import TIMEOUT_S, request_of
@@ -141,10 +142,14 @@ async def test_prediction_when_servers_tell_what_they_cache_then_it_is_what_they
             workers = cluster.registry.workers()
 
             async def asked(tokens: Sequence[int], salt: str = "") -> tuple[int, int]:
-                """Predicted and actual cached tokens of one request, once the servers have told what they keep."""
+                """Predicted and actual cached tokens of one request, once the servers have told that they keep it."""
+                blocks = PromptBlocks(tokens, BLOCK, salt)
                 before = [guesses(kind) for kind in ("predicted", "actual")]
                 await cluster.collect(make_request(tokens, 2, cache_salt=salt))
-                await cluster.until(lambda: not any(map(index.unconfirmed, workers)))
+                await cluster.until(
+                    lambda: index.matches(workers, blocks) == [blocks.count] * 2
+                    and not any(map(index.unconfirmed, workers))
+                )
                 after = [guesses(kind) for kind in ("predicted", "actual")]
                 return int(after[0] - before[0]), int(after[1] - before[1])
 

@@ -13,7 +13,6 @@ import xxhash
 
 from cache_store.tcp.connection import (
     CALL_BYTES,
-    SENT_BYTES,
     SUM_BYTES,
     DataConnection,
     Inbound,
@@ -59,7 +58,7 @@ def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_
     seed: int, workers: type[Executor] | None
 ) -> None:
     dice = random.Random(seed)
-    data = dice.randbytes(2 * SENT_BYTES + seed)
+    data = dice.randbytes(2 * CALL_BYTES + seed)
     digest = xxhash.xxh3_64_intdigest(data)
     out = Outbound(cut(data, dice), summed=True)
     if workers is not None:
@@ -72,7 +71,7 @@ def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_
             out.replace([memoryview(b"".join(out.views))])
         views, size = out.next_views()
         moved = b"".join(views)
-        assert 0 < len(moved) == size <= (SENT_BYTES if workers is None else CALL_BYTES) + SUM_BYTES
+        assert 0 < len(moved) == size <= CALL_BYTES + SUM_BYTES
         count = size if dice.random() < 0.5 else dice.randrange(size + 1)
         wire += moved[:count]
         out.take_off(count)
@@ -82,7 +81,7 @@ def test_checksum_when_bytes_move_in_parts_and_are_set_aside_then_it_is_that_of_
 
 
 def test_checksum_when_other_bytes_are_sent_than_were_hashed_then_both_ends_do_not_agree() -> None:
-    data = bytes(SENT_BYTES)
+    data = bytes(CALL_BYTES)
     out = Outbound([memoryview(data)], summed=True)
     out.damage([memoryview(b"\x01" + data[1:])])
     into = Inbound([memoryview(bytearray(len(data)))], summed=True)

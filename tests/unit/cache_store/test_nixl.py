@@ -319,15 +319,38 @@ def test_package_when_it_is_absent_then_auto_goes_without_it_and_a_demand_is_ref
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(offering, "installed", lambda: False)
-    with caplog.at_level(logging.INFO, "cache_store"), nodes(SharedNode("prefill", settings())) as (prefill,):
+    with pair("auto") as (prefill, decode), caplog.at_level(logging.WARNING, "cache_store"):
         assert prefill.agent.transports == ("ipc", "tcp", "grpc")
+        assert load_one(prefill, decode) == "ipc"
         assert prefill.count("kv_transport_fallbacks_total", transport="nixl", reason="absent") == 1
-    said = [record for record in caplog.records if "nixl" in record.getMessage()]
-    assert [record.levelno for record in said] == [logging.INFO]
+    assert not caplog.records, "nothing is missed between two servers of one machine"
     with pytest.raises(BatonError) as refused:
         SharedNode("prefill", settings(transport="nixl"))
     assert refused.value.code is ErrorCode.INVALID_PARAMS
     assert "--kv-transport nixl" in refused.value.message and "baton[nixl]" in refused.value.message
+
+
+@pytest.mark.usefixtures("two_machines")
+@pytest.mark.parametrize("lacking", [["prefill"], ["decode"], ["prefill", "decode"]], ids="+".join)
+def test_package_when_it_is_absent_between_two_machines_then_it_is_said_once_where_it_is_absent(
+    lacking: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    having = iter(side not in lacking for side in ("prefill", "decode"))
+    monkeypatch.setattr(offering, "installed", lambda: next(having))
+    with caplog.at_level(logging.WARNING, "cache_store"), pair("auto") as (prefill, decode):
+        for _ in range(2):
+            assert load_one(prefill, decode) == "tcp"
+            decode.agent._puller.peers.get(prefill.address).state = peers.PeerState.NEW  # it shakes hands again
+        assert decode.count("handshakes_total", result="ok") == 2
+        counts = [
+            node.count("kv_transport_fallbacks_total", transport="nixl", reason="absent") for node in (prefill, decode)
+        ]
+        assert counts == [int(side in lacking) for side in ("prefill", "decode")]
+    said = [record.getMessage() for record in caplog.records]
+    # A prefill server misses nothing when its peer could not use it either.
+    assert len(said) == 1, said
+    assert "KV goes over tcp; transport nixl is left out: none of the packages" in said[0]
+    assert said[0].startswith(f"peer={prefill.address}: ") == ("decode" in lacking)
 
 
 def test_auto_when_the_memory_is_on_a_device_then_nixl_needs_rdma(

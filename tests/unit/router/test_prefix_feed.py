@@ -60,6 +60,19 @@ async def test_feed_when_batches_are_missing_then_it_starts_over_and_has_what_is
         await known(cluster, server, 7)
 
 
+async def test_feed_when_a_server_says_that_it_was_emptied_then_what_it_was_given_is_still_expected():
+    """Each stream begins with that word, also one that begins after a request was sent."""
+    async with running_cluster(1, 1, policy="cache_aware") as cluster:
+        server = cluster.servers[0]
+        await server.cache(stored=OTHER)
+        await known(cluster, server, 2)
+        assert cluster.chooser.choose(make_request(PROMPT), 0).predicted_tokens == 0
+        await known(cluster, server, 7)
+        await server.cache(cleared=True)
+        await known(cluster, server, 5)
+        assert cluster.chooser.choose(make_request(PROMPT), 0).predicted_tokens == 64
+
+
 @pytest.mark.parametrize("wrong", [b"", b"\0" * 15, b"\0" * 100_000], ids=["empty", "short", "long"])
 async def test_feed_when_a_hash_has_not_its_length_then_nothing_is_kept_and_the_breach_is_counted(wrong):
     async with running_cluster(1, 1, policy="cache_aware") as cluster:

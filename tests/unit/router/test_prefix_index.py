@@ -112,9 +112,12 @@ def test_index_when_blocks_are_evicted_or_servers_emptied_or_removed_then_it_shr
     assert (len(index), index.matches(["a", "b"], hashes(1, 2, 3))) == (8, [2, 3])
     index.clear("b")
     assert (len(index), index.entries_of("b")) == (5, 0)
+    index.empty("c")
+    assert (len(index), index.entries_of("c")) == (2, 0)
     index.remove("c")
     index.store("c", hashes(1))
     index.expect("c", hashes(1))
+    index.empty("c")
     assert (len(index), index.matches(["c", "a"], hashes(1, 2, 3))) == (2, [0, 2])
 
 
@@ -215,6 +218,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.clear(server)
         if server in self.held:
             self.held[server], self.expected[server] = set(), {}
+
+    @rule(server=servers)
+    def empty(self, server):
+        self.index.empty(server)
+        if server in self.held:
+            self.held[server] = set()
 
     @precondition(lambda self: self.held)
     @rule(seconds=st.integers(1, 6))
