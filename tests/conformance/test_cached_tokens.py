@@ -147,8 +147,10 @@ async def test_prediction_when_servers_tell_what_they_cache_then_it_is_what_they
                 before = [guesses(kind) for kind in ("predicted", "actual")]
                 await cluster.collect(make_request(tokens, 2, cache_salt=salt))
                 await cluster.until(
-                    lambda: index.matches(workers, blocks) == [blocks.count] * 2
-                    and not any(map(index.unconfirmed, workers))
+                    lambda: (
+                        index.matches(workers, blocks) == [blocks.count] * 2
+                        and not any(map(index.unconfirmed, workers))
+                    )
                 )
                 after = [guesses(kind) for kind in ("predicted", "actual")]
                 return int(after[0] - before[0]), int(after[1] - before[1])
