@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -63,6 +63,21 @@ class Fetcher(Protocol):
         ...
 
 
+async def _opened(opens: Callable[[pb.SharedPool], PeerMemory], memory: pb.SharedPool) -> PeerMemory:
+    """What a thread opens. Of a caller that is cancelled meanwhile it is closed again."""
+    opening = asyncio.ensure_future(asyncio.to_thread(opens, memory))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_opened)
+        raise
+
+
+def _close_opened(opening: asyncio.Future[PeerMemory]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
 class DeviceFetcher:
     """Out of the peer's memory into a pool that only its copy engine reaches, or through it on the host.
 
@@ -76,7 +91,7 @@ class DeviceFetcher:
         self._staging = staging
 
     async def open(self, memory: pb.SharedPool) -> PeerMemory:
-        return await asyncio.to_thread(self._staging.copies.open, memory)
+        return await _opened(self._staging.copies.open, memory)
 
     async def begin(
         self, memory: PeerMemory, layers: range, source: Rows, target: Rows, after: Ticket | None
@@ -154,7 +169,7 @@ class HostFetcher:
         self._threads = threads
 
     async def open(self, memory: pb.SharedPool) -> PeerMemory:
-        return await asyncio.to_thread(MappedPool, memory)
+        return await _opened(MappedPool, memory)
 
     async def begin(
         self, memory: PeerMemory, layers: range, source: Rows, target: Rows, after: Ticket | None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import grpc
@@ -13,6 +15,10 @@ import pytest
 from cache_store import equipment
 from cache_store.agent import GroupLayout
 from cache_store.loading import peers as peers_module
+from cache_store.memory import fetching
+from cache_store.memory.fetching import HostFetcher
+from cache_store.memory.pool import HostKvPool
+from cache_store.memory.shared_memory import MappedPool, MemoryFile, describe
 from cache_store.serving import sending
 from cache_store.serving.lease import LeaseTable
 from protos import cache_store_pb2 as pb
@@ -33,7 +39,7 @@ from tests.unit.cache_store.agents import (
     until,
 )
 from tests.unit.cache_store.shared import SharedNode, needs_nixl
-from tests.unit.cache_store.staged import Pair, StagedNode, make_pair
+from tests.unit.cache_store.staged import Gate, Pair, StagedNode, make_pair
 
 KEY = key_of(1)
 WAIT_S = 20.0
@@ -371,3 +377,30 @@ def test_load_when_the_peer_shows_lease_words_then_it_looks_and_else_it_asks_and
         assert asked == (0 if shared else 1)
         assert decode.count("kv_lease_proof_calls_total") == asked
         assert_clean(prefill, decode)
+
+
+async def test_memory_of_a_peer_when_whoever_opens_it_is_cancelled_then_it_is_closed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, opened = Gate(), list[MappedPool]()
+    gate.close()
+
+    def slowly(memory: pb.SharedPool) -> MappedPool:
+        gate.pass_()
+        opened.append(MappedPool(memory))
+        return opened[0]
+
+    monkeypatch.setattr(fetching, "MappedPool", slowly)
+    file = MemoryFile(4096)
+    with ThreadPoolExecutor(1) as workers:
+        fetcher = HostFetcher("ipc", HostKvPool((), {}), workers, 1)
+        opening = asyncio.ensure_future(fetcher.open(describe({"full": [file]})))
+        assert await asyncio.to_thread(gate.reached.wait, WAIT_S)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        gate.open()
+        async with asyncio.timeout(WAIT_S):
+            while not (opened and not opened[0].layers):
+                await asyncio.sleep(0.001)
+    file.close()
