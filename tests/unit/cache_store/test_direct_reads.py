@@ -382,15 +382,19 @@ def test_load_when_the_peer_shows_lease_words_then_it_looks_and_else_it_asks_and
 async def test_memory_of_a_peer_when_whoever_opens_it_is_cancelled_then_it_is_closed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gate, opened = Gate(), list[MappedPool]()
+    gate, closed = Gate(), asyncio.Event()
     gate.close()
 
-    def slowly(memory: pb.SharedPool) -> MappedPool:
-        gate.pass_()
-        opened.append(MappedPool(memory))
-        return opened[0]
+    class Slow(MappedPool):
+        def __init__(self, memory: pb.SharedPool) -> None:
+            gate.pass_()
+            super().__init__(memory)
 
-    monkeypatch.setattr(fetching, "MappedPool", slowly)
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    monkeypatch.setattr(fetching, "MappedPool", Slow)
     file = MemoryFile(4096)
     with ThreadPoolExecutor(1) as workers:
         fetcher = HostFetcher("ipc", HostKvPool((), {}), workers, 1)
@@ -401,6 +405,5 @@ async def test_memory_of_a_peer_when_whoever_opens_it_is_cancelled_then_it_is_cl
             await opening
         gate.open()
         async with asyncio.timeout(WAIT_S):
-            while not (opened and not opened[0].layers):
-                await asyncio.sleep(0.001)
+            await closed.wait()
     file.close()
