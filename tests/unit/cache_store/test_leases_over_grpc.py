@@ -97,6 +97,7 @@ def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(
     begin_load(prefill, decode, [5, 6, 7, 8], [1, 2, 3, 4])
     prefill.compute(KEY, 4)
     until(lambda: decode.count("kv_transfer_pieces_total", result="ok") == 8, "two layers have come")
+    until(lambda: is_computed(prefill), "the clock of the lease runs")  # said after the layers, which may be quicker
     clock.move(LEASE_S)
     failed = decode.load_failed()
     assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED
@@ -205,6 +206,7 @@ def test_failed_load_that_is_not_repeated_expires_as_stalled(pair: tuple[Node, N
     prefill.stage(KEY, [5])
     decode.load(prefill.source, KEY, [1])
     assert decode.load_failed().retriable_here
+    until(lambda: prefill.agent.stats().readers == 0, "the load that failed is closed here too, and renews no lease")
     clock.move(LEASE_S)
     ended = prefill.lease_ended()
     assert (ended.outcome, ended.cause) == ("expired", "load_stalled")

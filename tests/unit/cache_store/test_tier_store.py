@@ -243,6 +243,7 @@ def test_store_when_a_tier_hangs_then_the_nearer_ones_serve_and_it_is_asked_no_m
     with below(host, shared, timeout_s=0.05) as pool:
         pool.write([1, 2])
         shared.gate.clear()
+        before = shared.entered
         hanging = []
         for _ in range(lanes.READERS):
             fetch = pool.store.look_up([key_of(i) for i in range(4)])
@@ -250,6 +251,7 @@ def test_store_when_a_tier_hangs_then_the_nearer_ones_serve_and_it_is_asked_no_m
             until(lambda fetch=fetch: fetch.found == 2, "the host has answered")
             hanging.append(fetch)
         lane = pool.store._lanes[1]
+        until(lambda: shared.entered == before + lanes.READERS, "every reader is in the tier")
         until(lambda: lane.hangs, "every reader of the tier hangs")
         entered = shared.entered
         found = pool.store.take_found(hanging[0])

@@ -78,11 +78,12 @@ def test_overlap_each_layer_arrives_before_the_next_is_published(pair: tuple[Nod
     prefill.admit(KEY, [5, 6])
     for layer in range(LAYOUT.num_layers):
         prefill.agent.publish(KEY, "full", layer, 2)
-        # No later layer is published and nothing is computed until this one is in the pool of D.
+        # No later layer is published and nothing is computed until this one is in the pool of D, and booked there.
         until(
-            lambda layer=layer: np.array_equal(decode.memory["full"][layer][[1, 2]], prefill.blocks([5, 6])[layer]),
+            lambda pieces=2 * (layer + 1): decode.count("kv_transfer_pieces_total", result="ok") == pieces,
             f"layer {layer}",
         )
+        assert np.array_equal(decode.memory["full"][layer][[1, 2]], prefill.blocks([5, 6])[layer])
     assert decode.said == []
     prefill.agent.computed(KEY, prefill_result(), True)
     received = dict(decode.load_done().events)
