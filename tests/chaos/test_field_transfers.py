@@ -197,7 +197,9 @@ def test_k2_read_of_p_s_memory_when_its_blocks_hold_other_prompts_by_then_then_a
         reader = pair.open_decode(request)
         pair.open_prefill(request).result(LIMIT_S)
         wait_for("P to have said everything", lambda: prefill.open_state("k2-late") == "held", LIMIT_S)
+        wait_for("the blocks of the lease", lambda: staged(prefill), LIMIT_S)
         assert pair.p.abort(request.request_key, source="peer")
+        assert prefill.finished("k2-late")["kv"]["outcome"] == "aborted"
         wait_for("the end of the lease", lambda: not staged(prefill), LIMIT_S)
         for salt in range(5):  # more than the pool has room for
             other = generate_input(f"k2-other-{salt}", prompt_of(250, salt), model=MODEL, max_tokens=1)
@@ -334,6 +336,8 @@ def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster,
         assert len(client.generate(prompt_of(20), TOKENS).token_ids) == TOKENS
         assert time.monotonic() - began < LIMIT_S
     for server in cluster.servers:
+        # Records and count are read one after the other: nothing may end in between.
+        wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], LIMIT_S)
         ended = [each for each in server.requests()["finished"] if each["request_id"].startswith("k8-")]
         # An abort that meets the end of a request changes nothing.
         cut = [
@@ -601,7 +605,8 @@ def test_k1_client_that_leaves_when_the_prefill_server_has_died_in_mid_load_then
             client.open(prompt_of(230, salt=n), 8, request_id=f"k1-{round_}-{n}", salt=str(round_)) for n in range(4)
         ]
         wait_loading(cluster, [generation.request_id for generation in opened])
-        assert decode.ledger()[0]["receiving"] == 4 * -(-230 // BLOCK)
+        blocks = 4 * -(-230 // BLOCK)
+        wait_for(f"{blocks} blocks to be received", lambda: decode.ledger()[0]["receiving"] == blocks, LIMIT_S)  # noqa: B023
         p_of(cluster).kill()
         for generation in opened:
             generation.cancel()

@@ -333,7 +333,9 @@ def test_queue_of_the_router_when_a_request_ends_there_then_no_server_has_heard_
             Generation(client.stub, request_of(PROMPT, TOKENS, request_id=f"turn-{kind}-{n}", salt=f"{kind}{n}"), 30.0)
             for n in range(2)
         ]
-        wait_for("both turns to be taken", lambda: cluster.router.page("/load")["inflight"] == 2, LIMIT_S)
+        for n in range(2):  # it has a turn, and does not only wait for one, when the server has heard of it
+            name = f"turn-{kind}-{n}"
+            wait_for(f"the turn of {name}", lambda name=name: cluster.prefill[0].open_state(name), LIMIT_S)
         request_id = f"router-queue-{kind}"
         waiting = Generation(
             client.stub, request_of(PROMPT, TOKENS, request_id=request_id), DEADLINE_S if kind == "deadline" else 30.0

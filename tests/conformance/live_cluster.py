@@ -71,6 +71,7 @@ class Live:
         for process in self.processes:
             assert process.alive, process.describe()
         for server in self.cluster.servers:
+            server.finished(answer["id"].removeprefix("cmpl-"))  # the KV on the prefill server is let go by then
             assert server.engine_pid == self.engine_pids[server.name], f"{server.name} has another engine"
             assert process_exists(server.engine_pid)
         self.cluster.assert_clean_ledgers()

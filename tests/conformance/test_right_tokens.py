@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.conformance.known_answers import COUNT_S
 from tests.conformance.reference import MIN_MARGIN, Reference, prompt_of, reference
 from tests.integration.cluster import Cluster, wait_for
 from tests.integration.generation_client import GenerationClient
@@ -41,10 +43,23 @@ class Family:
     expected: list[list[int]]
 
     def skipped_blocks(self) -> float:
-        return self.cluster.decode[0].metric("baton_kv_blocks_skipped_total") or 0.0
+        return self.cluster.decode[0].counted("baton_kv_blocks_skipped_total")
+
+    def loads(self) -> float:
+        """Those that are done. With one its skipped blocks are counted, too."""
+        return self.cluster.decode[0].counted("baton_kv_transfer_seconds_count", outcome="ok")
 
     def prefill_steps(self) -> float:
-        return self.cluster.prefill[0].metric("baton_engine_step_seconds_count", kind="prefill") or 0.0
+        return self.cluster.prefill[0].counted("baton_engine_step_seconds_count", kind="prefill")
+
+    @contextmanager
+    def counting(self, requests: int, skipped: int) -> Iterator[None]:
+        """So many requests that are handed over are answered within, for which the decode server loads all blocks but
+        those `skipped`. Its figures come after its tokens."""
+        loads, before = self.loads(), self.skipped_blocks()
+        yield
+        wait_for("the count of the loads", lambda: self.loads() == loads + requests, COUNT_S)
+        assert self.skipped_blocks() - before == skipped
 
     def some(self) -> Iterator[tuple[list[int], list[int]]]:
         """Prompts without a full block, with one, with whole blocks and of several chunks; and the first tokens of
@@ -91,27 +106,28 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
 
 
 def test_tokens_when_disaggregated_then_those_of_transformers(family: Family) -> None:
-    skipped, steps = family.skipped_blocks(), family.prefill_steps()
-    for prompt, expected in zip(family.prompts, family.expected, strict=True):
-        answer = family.client.generate(prompt, TOKENS, salt="alone")
-        assert answer.token_ids == expected, f"prompt of {len(prompt)}"
-        assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
-        assert answer.finish_reason == "length"
-    assert family.skipped_blocks() == skipped
+    steps, chunks = family.prefill_steps(), sum(-(-length // CHUNK) for length in LENGTHS)
+    with family.counting(len(family.prompts), skipped=0):
+        for prompt, expected in zip(family.prompts, family.expected, strict=True):
+            answer = family.client.generate(prompt, TOKENS, salt="alone")
+            assert answer.token_ids == expected, f"prompt of {len(prompt)}"
+            assert (answer.path, answer.attempts, answer.cached_tokens) == ("pd", 1, 0)
+            assert answer.finish_reason == "length"
     # Long prompts were computed in chunks.
-    assert family.prefill_steps() - steps >= sum(-(-length // CHUNK) for length in LENGTHS) > len(LENGTHS)
+    assert chunks > len(LENGTHS)
+    wait_for(f"{chunks} steps", lambda: family.prefill_steps() - steps >= chunks, COUNT_S)
 
 
 def test_tokens_when_the_prefix_is_cached_on_both_servers_then_those_of_transformers(family: Family) -> None:
     for prompt, expected in family.some():
-        family.client.generate(prompt, 2, salt="both")
-        skipped = family.skipped_blocks()
-        answer = family.client.generate(prompt, len(expected), salt="both")
+        with family.counting(1, skipped=0):
+            family.client.generate(prompt, 2, salt="both")
+        with family.counting(1, skipped=len(prompt) // BLOCK):
+            answer = family.client.generate(prompt, len(expected), salt="both")
         assert answer.token_ids == expected, f"prompt of {len(prompt)}"
         assert answer.path == "pd"
         # At least one token of the prompt is always computed, and only full blocks are cached.
         assert answer.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
-        assert family.skipped_blocks() - skipped == len(prompt) // BLOCK
 
 
 def test_tokens_when_the_prefix_is_cached_on_the_prefill_server_alone_then_those_of_transformers(
@@ -121,11 +137,10 @@ def test_tokens_when_the_prefix_is_cached_on_the_prefill_server_alone_then_those
         # A request for one token is served by the prefill server alone.
         first = family.client.generate(prompt, 1, salt="on-p")
         assert (first.token_ids, first.path) == (expected[:1], "colocated")
-        skipped = family.skipped_blocks()
-        answer = family.client.generate(prompt, len(expected), salt="on-p")
+        with family.counting(1, skipped=0):
+            answer = family.client.generate(prompt, len(expected), salt="on-p")
         assert answer.token_ids == expected, f"prompt of {len(prompt)}"
         assert (answer.path, answer.cached_tokens) == ("pd", (len(prompt) - 1) // BLOCK * BLOCK)
-        assert family.skipped_blocks() == skipped
 
 
 def test_tokens_when_colocated_and_then_with_that_prefix_on_the_decode_server_then_those_of_transformers(
@@ -136,11 +151,10 @@ def test_tokens_when_colocated_and_then_with_that_prefix_on_the_decode_server_th
         for choice in family.client.open(prompt, len(expected), salt="on-d", n=2).answers():
             assert choice.token_ids == expected, f"prompt of {len(prompt)}"
             assert choice.path == "colocated"
-        skipped = family.skipped_blocks()
-        answer = family.client.generate(prompt, len(expected), salt="on-d")
+        with family.counting(1, skipped=len(prompt) // BLOCK):
+            answer = family.client.generate(prompt, len(expected), salt="on-d")
         assert answer.token_ids == expected, f"prompt of {len(prompt)}"
         assert (answer.path, answer.cached_tokens) == ("pd", 0)
-        assert family.skipped_blocks() - skipped == len(prompt) // BLOCK
 
 
 def test_tokens_when_eight_requests_run_at_once_then_those_of_transformers(family: Family) -> None:
@@ -171,4 +185,4 @@ def test_tokens_when_eight_requests_run_at_once_then_those_of_transformers(famil
         answer = generation.answer()
         assert answer.token_ids == expected, f"prompt of {len(prompt)}"
         assert (answer.path, answer.attempts) == ("pd", 1)
-    assert large_batches() > before, "no step had more than four requests"
+    wait_for("a step that had more than four requests", lambda: large_batches() > before, COUNT_S)

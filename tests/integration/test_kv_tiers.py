@@ -156,7 +156,9 @@ def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_holds_no_blocks_fo
 
 def test_cache_when_it_is_flushed_then_neither_pool_nor_disk_has_the_prompt(tiered: Tiered) -> None:
     tiered.generate()
-    tiered.cluster.assert_clean_ledgers()  # the decode server's last word is here: what a lease holds is not flushed
+    # The decode server's last word is here: what a lease holds is not flushed.
+    assert tiered.cluster.prefill[0].finished(f"r{tiered.asked}")["kv"]["outcome"] == "released"
+    tiered.cluster.assert_clean_ledgers()
     with Pair(tiered.cluster.prefill[0], tiered.cluster.decode[0], MODEL) as pair:
         pair.p.worker.FlushCache(worker_pb2.FlushCacheRequest(), timeout=TIMEOUT_S)
     wait_for("an empty directory", lambda: not tiered.files, 10.0)

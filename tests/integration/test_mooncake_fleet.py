@@ -126,18 +126,21 @@ _probes = iter(range(1000, 2000))
 
 
 def stores_and_finds(fleet: Fleet, writer: ServerProcess, reader: ServerProcess) -> bool:
-    """A prompt that is new: computed by one, and asked of the other. Whether both reach the store."""
-    prompt = prompt_of(next(_probes))
+    """A prompt that is new: computed by one, and asked of the other. Whether both reach the store, and have counted
+    all of that by now."""
+    prompt, blocks = prompt_of(next(_probes)), (PROMPT_TOKENS - 1) // BLOCK
     stored = fleet.counted(writer, "kv_tier_writes_total", outcome="stored")
     hits = fleet.counted(reader, "kv_tier_hit_blocks_total")
-    text = fleet.complete(prompt, writer)["choices"][0]["text"]
-    until = time.monotonic() + 1.0
-    while fleet.counted(writer, "kv_tier_writes_total", outcome="stored") < stored + (PROMPT_TOKENS - 1) // BLOCK:
-        if time.monotonic() > until:
-            break
+    computed = fleet.complete(prompt, writer)
+    written, until = False, time.monotonic() + 3.0
+    while not written and time.monotonic() < until:
         time.sleep(0.05)
-    assert fleet.complete(prompt, reader)["choices"][0]["text"] == text
-    return fleet.counted(reader, "kv_tier_hit_blocks_total") > hits
+        written = fleet.counted(writer, "kv_tier_writes_total", outcome="stored") >= stored + blocks
+    asked = fleet.complete(prompt, reader)
+    assert asked["choices"][0]["text"] == computed["choices"][0]["text"]
+    found = asked["usage"]["prompt_tokens_details"]["cached_tokens"] // BLOCK
+    fleet.wait_until("the hits", lambda: fleet.counted(reader, "kv_tier_hit_blocks_total") >= hits + found)
+    return written and found == blocks
 
 
 @pytest.mark.extended

@@ -128,7 +128,8 @@ def test_prefill_when_cancelled_while_it_computes_then_p_stops_and_records_8100(
     request = generate_input("slow-compute", prompt_of(400, salt=3), model=MODEL)
     call = pair.open_prefill(request)
     prefill = cluster.prefill[0]
-    wait_for("the request on P", lambda: prefill.ledger()[0]["running"], LIMIT_S)
+    wait_for("the request on P", lambda: prefill.open_state("slow-compute"), LIMIT_S)
+    wait_for("its blocks", lambda: prefill.ledger()[0]["running"], LIMIT_S)
     call.cancel()
     record = prefill.finished("slow-compute")
     assert (record["code"], record["source"], record["abort_source"]) == (8100, "client_cancel", "client")
@@ -139,7 +140,8 @@ def test_prefill_when_aborted_while_it_waits_in_the_queue_then_only_it_ends(clus
     second = generate_input("slow-queue-2", prompt_of(300, salt=5), model=MODEL)
     calls = [pair.open_prefill(first), pair.open_prefill(second)]
     prefill = cluster.prefill[0]
-    wait_for("both requests", lambda: len(prefill.requests()["open"]) == 2, LIMIT_S)
+    for request in (first, second):  # one that came before them may be open too, until its KV is released
+        wait_for(request.request_id, lambda of=request: prefill.open_state(of.request_id), LIMIT_S)
     assert pair.p.abort(second.request_key, code=8205, source="peer")
     error = calls[1].exception(LIMIT_S)
     assert typed(error).code is ErrorCode.CONNECTION_RESET_BY_PEER
@@ -178,7 +180,7 @@ def test_decode_when_ended_while_it_loads_then_its_blocks_and_those_of_p_are_fre
     reader.wait_for("reserved")
     decode = cluster.decode[0]
     wait_for("the load", lambda: decode.open_state(request.request_id) == "load", LIMIT_S)
-    assert decode.ledger()[0]["receiving"] > 0
+    wait_for("its blocks", lambda: decode.ledger()[0]["receiving"], LIMIT_S)  # told a little later
     if how == "cancel":
         reader.call.cancel()
     else:

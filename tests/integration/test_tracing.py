@@ -192,8 +192,8 @@ def check_ends(cluster: Cluster, collector: Collector) -> None:
     prefill = cluster.prefill[0]
     collector.hold.clear()  # from now on it takes calls and answers none
     try:
-        assert complete(cluster, traceparent=caller(trace_id)).status_code == 200
-        prefill.finished(prefill.requests()["finished"][0]["request_id"])
+        assert complete(cluster, traceparent=caller(trace_id), **{"X-Request-Id": "last"}).status_code == 200
+        prefill.finished("last")
         began = time.monotonic()
         assert prefill.terminate() == 0
         assert time.monotonic() - began < 8
