@@ -11,7 +11,7 @@ import torch
 for package in ("httpx", "jinja2", "starlette", "tokenizers", "uvicorn"):
     pytest.importorskip(package, reason=f"servers need the package {package}")
 
-from tests.integration.cluster import Cluster  # noqa: E402
+from tests.integration.cluster import Cluster, wait_for  # noqa: E402
 from tests.integration.generation_client import GenerationClient  # noqa: E402
 from tests.integration.test_prefill_graph_status import (  # noqa: E402
     GRAPHS,
@@ -51,7 +51,7 @@ def test_metrics_when_prompts_were_replayed_then_the_prefill_server_counts_each_
     replays = server.metric("baton_prefill_cuda_graph_replays_total", bucket="16") or 0.0
     with GenerationClient(cluster.router.grpc) as client:
         client.generate(PROMPT, TOKENS)
-    assert server.metric(name, status=status) == before + 1
+    wait_for("its count", lambda: server.metric(name, status=status) == before + 1, 10.0)  # told after the tokens
     assert server.metric("baton_prefill_cuda_graph_replays_total", bucket="16") == replays + 1
     assert server.metric("baton_prefill_cuda_graph_init", status="captured") == 1
     assert server.metric("baton_cuda_graph_memory_bytes", rank="0") is not None

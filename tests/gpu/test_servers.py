@@ -84,8 +84,11 @@ def test_tokens_when_kv_goes_between_servers_on_devices_then_those_of_the_refere
                 answer = client.generate(prompt, TOKENS, salt=f"{p} {d} {transport}", temperature=0.0)
                 assert answer.token_ids == expected, (length, again)
                 assert (answer.path, answer.attempts) == ("pd", 1)
-    loads = pair[1].metric("baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
-    assert loads is not None and loads >= 2 * len(LENGTHS)
+
+    def loads() -> float:
+        return pair[1].counted("baton_kv_transfer_seconds_count", transport=transport, outcome="ok")
+
+    wait_for(f"each load by {transport}", lambda: loads() >= 2 * len(LENGTHS), 10.0)  # told after the tokens
     for server, ranks in zip(pair, (p, d), strict=True):
         assert {counts["rank"] for counts in server.ledger()} == set(range(ranks))
     ranked.cluster.assert_clean_ledgers()
