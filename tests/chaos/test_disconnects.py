@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -152,12 +153,20 @@ def test_abort_when_the_answer_is_in_its_middle_then_it_ends_with_what_it_has(cl
 def test_abort_when_the_prompt_is_being_computed_then_both_servers_let_go(cluster: Cluster) -> None:
     prefill = cluster.prefill[0]
     with GenerationClient(cluster.router.grpc) as client:
-        # Several at once, so that some compute, some wait, and all have blocks reserved for them.
-        with frozen(prefill):
-            opened = [client.open(case.prompt, TOKENS, salt="aborted") for case in cases()]
-            wait_for("all of them on P", lambda: len(prefill.requests()["open"]) == len(opened), 30.0)
-        found = [abort(cluster, generation.request_id) for generation in opened]
-        assert found == [True] * len(opened)
+        with ExitStack() as held:
+            # Several at once, so that some compute, some wait, and all have blocks reserved for them.
+            with frozen(prefill):
+                opened = [client.open(case.prompt, TOKENS, salt="aborted") for case in cases()]
+                for role in (cluster.prefill, cluster.decode):
+                    wait_for(
+                        "all of them on both servers",
+                        lambda role=role: sum(len(server.requests()["open"]) for server in role) == len(opened),
+                        30.0,
+                    )
+                for decode in cluster.decode:  # none of them comes to its end before its abort
+                    held.enter_context(frozen(decode))
+            found = [abort(cluster, generation.request_id) for generation in opened]
+            assert found == [True] * len(opened)
         for generation in opened:
             answer = generation.answer(5.0)
             assert answer.finish_reason == "abort"

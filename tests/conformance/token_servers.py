@@ -12,7 +12,7 @@ from tests.integration.cluster import Cluster, ServerProcess
 from tests.unit.engine.tiny_models import tiny_model
 
 # Where `test_right_tokens_failover.py` needs a middle of an answer.
-SLOW = "engine.step:delay=0.005,kind=decode,request_key=slow-*"
+SLOW = "engine.step:delay=0.03,kind=decode,request_key=slow-*"
 SMALL_BLOCKS = 24  # of a small decode server: three whole requests of `test_right_tokens_preemption.py`
 SMALL = ("--block-size", str(BLOCK), "--max-num-batched-tokens", "64", *PATIENT, "--num-kv-blocks", str(SMALL_BLOCKS))
 
