@@ -336,11 +336,10 @@ def test_lease_when_a_rank_waits_for_the_load_of_another_then_it_lives_as_long_a
         decode.load(prefill.source, KEY, TARGET)
         prefill.stage(KEY, SOURCE)
         assert decode.nodes[slow].gate.reached.wait(20)
-        others = [node for rank, node in enumerate(prefill.nodes) if rank != slow]
         if decode_tp > 1:
             until(lambda: KEY in decode.nodes[1 - slow].agent._pulling._kept, "the other rank has its part")
         for _ in range(5):  # more than three leases
-            prefill.until(lambda: all(lease_left(node, clock) > 0.5 for node in others), "renewals of the others")
+            prefill.until(lambda: all(lease_left(node, clock) > 0.5 for node in prefill.nodes), "renewals")
             clock.move(0.4)
         assert prefill.quiet()
         decode.nodes[slow].gate.open()
