@@ -6,8 +6,9 @@ import functools
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,25 @@ FLAGS = ("--block-size", "16", "--max-num-batched-tokens", str(CHUNK), "--max-nu
 ROUTER_FLAGS = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "5",
                 "--health-failure-threshold", "2")  # fmt: skip
 # And one that finds out soon about a server that is silent.
-IMPATIENT_ROUTER_FLAGS = (*ROUTER_FLAGS, "--health-check-timeout-secs", "0.5")
-# Long prompts are computed, and answers generated, for a second or so: there is a middle of both.
+IMPATIENT_ROUTER_FLAGS = (*ROUTER_FLAGS, "--health-check-timeout-secs", "1")
+# Long prompts are computed for a second or so: there is a middle of it.
 SLOW_PREFILL = {"BATON_FAULTS": "engine.layer:delay=0.05"}
-SLOW_DECODE = {"BATON_FAULTS": "engine.step:delay=0.02,kind=decode"}
 TOKENS = 80
+
+
+def slow_decode(file: Path) -> dict[str, str]:
+    """Answers take a second or so; while there is the file, so long that whoever looks for their middle finds it."""
+    return {"BATON_FAULTS": f"engine.step:delay=0.02,kind=decode;engine.step:delay=0.2,kind=decode,while={file}"}
+
+
+@contextmanager
+def lingering(file: Path) -> Iterator[None]:
+    """Answers are in their middle for many seconds within, of servers with `slow_decode` of this file."""
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ def assert_serves(cluster: Cluster, salt: str) -> None:
         return answer.path == "pd"
 
     with GenerationClient(cluster.router.grpc) as client:
-        wait_for("an answer through both servers", through_both, 10.0)
+        wait_for("an answer through both servers", through_both, 30.0)
     cluster.assert_clean_ledgers()
 
 
@@ -71,12 +86,12 @@ def _short_answer() -> list[int]:
     return reference(tiny_model(MODEL)).greedy(cases()[0].prompt[:40], 4)
 
 
-def wait_workers_ready(cluster: Cluster, limit_s: float = 15.0) -> None:
+def wait_workers_ready(cluster: Cluster, limit_s: float = 30.0) -> None:
     """Until the router finds every living server ready."""
     cluster.wait_workers_ready(limit_s)
 
 
-def wait_busy(servers: Sequence[ServerProcess], limit_s: float = 10.0) -> None:
+def wait_busy(servers: Sequence[ServerProcess], limit_s: float = 30.0) -> None:
     """Until each of the servers has an open request."""
     for server in servers:
         wait_for(f"an open request on {server.name}", lambda server=server: server.requests()["open"] != [], limit_s)

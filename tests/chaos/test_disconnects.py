@@ -9,13 +9,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from rpc.errors import BatonError, ErrorCode
-from tests.chaos.cases import TOKENS, Case, assert_serves, cases
+from tests.chaos.cases import TOKENS, Case, assert_serves, cases, lingering
 from tests.conformance.live_cluster import frozen
 from tests.extent import extent
 from tests.integration.cluster import Cluster, wait_for
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machi
 SEED = 20250301
 CLIENTS = extent(12, 40)
 AT_ONCE = 8
+LIMIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def leave_http(address: str, case: Case, number: int, after_s: float) -> None:
         f"X-Request-Id: leaves-{number}\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
     until = time.monotonic() + after_s
-    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+    with socket.create_connection((host, int(port)), timeout=30.0) as connection:
         connection.sendall(head + body)
         while (left := until - time.monotonic()) > 0:
             connection.settimeout(left)
@@ -91,15 +93,17 @@ def leave_computing(cluster: Cluster, client: GenerationClient) -> None:
         wait_for("the router to let go", lambda: cluster.router.page("/load")["inflight"] == 0, 30.0)
 
 
-def leave_reading(client: GenerationClient) -> None:
+def leave_reading(cluster: Cluster, client: GenerationClient, slow: Path) -> None:
     """A client that leaves in the middle of its answer."""
-    generation = client.open(cases()[1].prompt, TOKENS, request_id="leaves-reading", salt="reading")
-    generation.wait_tokens(3)
-    generation.cancel()
+    with lingering(slow):
+        generation = client.open(cases()[1].prompt, TOKENS, request_id="leaves-reading", salt="reading")
+        generation.wait_tokens(3)
+        generation.cancel()
+        wait_for("the end of everything that was left open", lambda: nothing_open(cluster), LIMIT_S)
 
 
 def test_disconnect_when_clients_leave_at_random_moments_then_nothing_stays_and_the_cluster_serves(
-    cluster: Cluster,
+    cluster: Cluster, slow: Path
 ) -> None:
     numbers = random.Random(SEED)
     moments = [numbers.uniform(0.0, 1.5) for _ in range(CLIENTS)]
@@ -113,11 +117,10 @@ def test_disconnect_when_clients_leave_at_random_moments_then_nothing_stays_and_
                 left.append(pool.submit(leave_http, cluster.router.http, case, number, after_s))
         for future in left:
             future.result(timeout=60)
-        leave_reading(client)  # whatever the moments above have met
-        wait_for("the end of everything that was left open", lambda: nothing_open(cluster), 5.0)
+        leave_reading(cluster, client, slow)  # whatever the moments above have met
         leave_computing(cluster, client)
-    wait_for("the end of everything that was left open", lambda: nothing_open(cluster), 5.0)
-    cluster.assert_clean_ledgers(5.0)
+    wait_for("the end of everything that was left open", lambda: nothing_open(cluster), LIMIT_S)
+    cluster.assert_clean_ledgers()
     # They left in all stages: while the prompt was computed, and while the answer came.
     ended = [entry for server in cluster.servers for entry in server.requests()["finished"]]
     left_early = [entry for entry in ended if entry["request_id"].startswith("leaves-") and entry["code"] != 0]
@@ -130,22 +133,24 @@ def test_disconnect_when_clients_leave_at_random_moments_then_nothing_stays_and_
 
 
 def abort(cluster: Cluster, request_id: str) -> bool:
-    answer = httpx.post(f"http://{cluster.router.http}/abort_request", json={"request_id": request_id}, timeout=5.0)
+    answer = httpx.post(f"http://{cluster.router.http}/abort_request", json={"request_id": request_id}, timeout=30.0)
     return bool(answer.raise_for_status().json()["found"])
 
 
-def test_abort_when_the_answer_is_in_its_middle_then_it_ends_with_what_it_has(cluster: Cluster) -> None:
+def test_abort_when_the_answer_is_in_its_middle_then_it_ends_with_what_it_has(cluster: Cluster, slow: Path) -> None:
     case = cases()[1]
     with GenerationClient(cluster.router.grpc) as client:
         for surface in ("http", "grpc"):
-            generation = client.open(case.prompt, TOKENS, salt=surface)
-            generation.wait_tokens(5)
-            assert (abort if surface == "http" else lambda _, key: client.abort(key))(cluster, generation.request_id)
-            answer = generation.answer(5.0)
+            with lingering(slow):
+                generation = client.open(case.prompt, TOKENS, salt=surface)
+                generation.wait_tokens(5)
+                given = abort if surface == "http" else lambda _, key: client.abort(key)
+                assert given(cluster, generation.request_id)
+                answer = generation.answer(LIMIT_S)
             assert answer.finish_reason == "abort"
             assert 5 <= len(answer.token_ids) < TOKENS
             assert answer.token_ids == case.expected[: len(answer.token_ids)]
-            wait_for("the end of its legs", lambda: nothing_open(cluster), 5.0)
+            wait_for("the end of its legs", lambda: nothing_open(cluster), LIMIT_S)
             cluster.assert_clean_ledgers()
             assert not abort(cluster, generation.request_id)  # it is not open any more
 
@@ -168,10 +173,10 @@ def test_abort_when_the_prompt_is_being_computed_then_both_servers_let_go(cluste
             found = [abort(cluster, generation.request_id) for generation in opened]
             assert found == [True] * len(opened)
         for generation in opened:
-            answer = generation.answer(5.0)
+            answer = generation.answer(LIMIT_S)
             assert answer.finish_reason == "abort"
             assert len(answer.token_ids) < TOKENS
-    wait_for("the end of their legs", lambda: nothing_open(cluster), 5.0)
+    wait_for("the end of their legs", lambda: nothing_open(cluster), LIMIT_S)
     cluster.assert_clean_ledgers()
     assert_serves(cluster, "after aborts")
 

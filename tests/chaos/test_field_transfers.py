@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -41,8 +41,10 @@ POOL = 64
 LAYERS = 3
 BLOCK_BYTES = 2 * 2 * BLOCK * 16 * 4  # K and V, heads, tokens, head_dim, float32
 LONGEST_ON_P = 256  # of the 512 tokens that the model, the router and the decode server allow
-PUBLISH_LIMIT_S = 2.5
-LIMIT_S = 5.0
+PUBLISH_LIMIT_S = 3.5  # on a busy machine, too, a load begins, and its prompt comes, within it
+LOAD_LIMIT_S = 30.0  # no load that a test holds is given up meanwhile
+LIMIT_S = 20.0
+SOON_S = 5.0  # where that it is soon is what matters
 TOKENS = 4
 
 PREFILL_FAULTS = (
@@ -54,14 +56,13 @@ PREFILL_FAULTS = (
     "cache_store.publish:delay=60,nth=3,key=h4-grpc*,while={held}",
     "cache_store.publish:delay=60,nth=3,key=h4-http*,while={held}",
     "cache_store.send_piece:raise=CACHE_STORE_STORE_FAILED,layer=2,key=h4*",
-    "cache_store.send_piece:delay=1.5,layer=2,block=0,key=o4-load*",
+    "cache_store.send_piece:delay=60,layer=2,block=0,key=o4-load*,while={held}",
     "engine.layer:delay=0.003",
 )
 DECODE_FAULTS = (
     "cache_store.read_event:delay=60,key=k2-late*,while={held}",
-    "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-0*",
-    "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-1*",
-    "engine.step:delay=3,nth=1,kind=decode,request_key=o4-stuck-2*",
+    "engine.step:delay=60,kind=decode,request_key=o4-*,while={stuck}",
+    "cache_store.release:delay=60,side=decode,key=k14*,while={held}",
     "cache_store.release:delay=0.5,side=decode,key=k14*",
     "decode.reserved:delay=0.15,request_key=k10-late*",
     "cache_store.load_start:raise=CACHE_STORE_LOAD_CONNECT_FAILED,every=2,key=k6*",
@@ -74,12 +75,18 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("transfers") / "held"
 
 
+def stuck_of(held: Path) -> Path:
+    """As long as this one is there, the decode server makes no step for certain requests."""
+    return held.with_name("stuck")
+
+
 @pytest.fixture(scope="module")
 def cluster(held: Path) -> Iterator[Cluster]:
     sizes = ("--served-model-name", MODEL, "--block-size", str(BLOCK), "--num-kv-blocks", str(POOL),
              "--max-num-batched-tokens", "256", "--max-num-seqs", "16", "--kv-checksum", "all",
              "--kv-lease-seconds", "300", "--log-level", "debug",
-             "--cache-store-publish-timeout-ms", str(int(1000 * PUBLISH_LIMIT_S)))  # fmt: skip
+             "--cache-store-publish-timeout-ms", str(int(1000 * PUBLISH_LIMIT_S)),
+             "--load-cache-timeout-ms", str(int(1000 * LOAD_LIMIT_S)))  # fmt: skip
     with Cluster(
         1, 1, model=tiny_model("llama"),
         prefill_flags=(*sizes, "--max-model-len", str(LONGEST_ON_P)),
@@ -88,7 +95,9 @@ def cluster(held: Path) -> Iterator[Cluster]:
         router_flags=(*ROUTER_FLAGS, "--retry-max-retries", "0", "--migration-limit", "0",
                       "--cb-failure-threshold", "10000"),
         prefill_env={"BATON_FAULTS": ";".join(PREFILL_FAULTS).replace("{held}", str(held))},
-        decode_env={"BATON_FAULTS": ";".join(DECODE_FAULTS).replace("{held}", str(held))},
+        decode_env={
+            "BATON_FAULTS": ";".join(DECODE_FAULTS).replace("{held}", str(held)).replace("{stuck}", str(stuck_of(held)))
+        },
     ) as running:  # fmt: skip
         yield running
 
@@ -308,7 +317,7 @@ def test_k10_client_leaves_between_prefill_and_first_token_then_p_holds_nothing_
         threading.Event().wait(numbers.uniform(0.0, 0.1))
         wait_for("the KV that is held for the load", lambda: staged(prefill) > 0, LIMIT_S)
         generation.cancel()
-        wait_for("no staged block on P", lambda: staged(prefill) == 0, LIMIT_S)
+        wait_for("no staged block on P", lambda: staged(prefill) == 0, SOON_S)
 
 
 def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster, client: GenerationClient) -> None:
@@ -334,7 +343,7 @@ def test_k8_storms_of_cancels_then_the_capacity_is_what_it_was(cluster: Cluster,
         cluster.assert_clean_ledgers(LIMIT_S)
         began = time.monotonic()
         assert len(client.generate(prompt_of(20), TOKENS).token_ids) == TOKENS
-        assert time.monotonic() - began < LIMIT_S
+        assert time.monotonic() - began < SOON_S
     for server in cluster.servers:
         # Records and count are read one after the other: nothing may end in between.
         wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], LIMIT_S)
@@ -374,7 +383,7 @@ def test_k6_loads_when_every_second_one_fails_then_nothing_they_took_is_missing_
 
 
 def test_k14_conversations_when_releases_come_late_then_each_turn_ends_and_the_pool_is_whole_again(
-    cluster: Cluster, client: GenerationClient
+    cluster: Cluster, client: GenerationClient, held: Path
 ) -> None:
     """What is computed in half a second needs more than the pool of P, whose blocks stay staged for that long."""
     turns, talks = extent(2, 6), extent(12, 64)
@@ -392,14 +401,14 @@ def test_k14_conversations_when_releases_come_late_then_each_turn_ends_and_the_p
             prompt = [*prompt, *answer.token_ids, *prompt_of(20, salt=turn)]
         return ends
 
-    most = 0
     with ThreadPoolExecutor(talks) as pool:
-        asked = [pool.submit(talk, number) for number in range(talks)]
-        while not all(each.done() for each in asked):
-            most = max(most, staged(p_of(cluster)))
-            wait([each for each in asked if not each.done()], 0.05, FIRST_COMPLETED)
+        held.touch()  # no release comes at all until many are late
+        try:
+            asked = [pool.submit(talk, number) for number in range(talks)]
+            wait_for("late releases", lambda: staged(p_of(cluster)) > POOL // 2, LIMIT_S)
+        finally:
+            held.unlink()
         ends = Counter(end for each in asked for end in each.result())
-    assert most > POOL // 2, "the releases were not late"
     assert ends.total() == turns * talks
     # Where there is no room in time that is said, and nothing else goes wrong.
     typed_ends = {ErrorCode.DECODE_MALLOC_FAILED.name, ErrorCode.LOAD_KV_CACHE_FAILED.name}
@@ -475,7 +484,7 @@ def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_
     assert (waiting["state"], waiting["waits_for"]) == ("load", p_of(cluster).cache_store[0])
     assert waiting["state_seconds"] < PUBLISH_LIMIT_S
     error = failed(reader)
-    assert PUBLISH_LIMIT_S <= time.monotonic() - began < PUBLISH_LIMIT_S + LIMIT_S
+    assert PUBLISH_LIMIT_S <= time.monotonic() - began < PUBLISH_LIMIT_S + SOON_S
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.metadata["cause"] in ("CACHE_STORE_CALL_PREFILL_TIMEOUT", "CACHE_STORE_LOAD_BUFFER_TIMEOUT")
     assert error.stage == "publish"
@@ -546,26 +555,30 @@ def test_o3_last_layer_when_it_is_published_after_the_prefill_has_answered_then_
 
 
 def test_o4_step_loop_when_it_is_stuck_then_open_loads_end_and_the_prefill_server_gets_its_blocks_back(
-    cluster: Cluster, client: GenerationClient
+    cluster: Cluster, client: GenerationClient, held: Path
 ) -> None:
-    prefill = p_of(cluster)
-    for attempt in range(3):
+    prefill, standing = p_of(cluster), stuck_of(held)
+    held.touch()
+    standing.touch()  # the first step of decoding does not end
+    try:
         loads = [
-            client.open(prompt_of(60, salt=20 + n), TOKENS, request_id=f"o4-load-{attempt}-{n}", salt=f"o4 {attempt}")
-            for n in range(4)
+            client.open(prompt_of(60, salt=20 + n), TOKENS, request_id=f"o4-load-{n}", salt="o4") for n in range(4)
         ]
         wait_loading(cluster, [each.request_id for each in loads])
-        stuck = client.open(prompt_of(20), 3, request_id=f"o4-stuck-{attempt}", salt=f"o4 {attempt}")
+        for each in loads:
+            each.wait_tokens(1)  # of P
+        stuck = client.open(prompt_of(20), 3, request_id="o4-stuck", salt="o4")
         stuck.wait_tokens(1)
-        # Its first step of decoding begins now and takes 3 s. Unless the machine was so slow that the loads are over.
-        still_open = staged(prefill) > 0
+        prefill.finished(stuck.request_id)  # its load is over, and it alone can be in a step
+        assert staged(prefill) > 0
+        held.unlink()
         wait_for("no staged block on P", lambda: staged(prefill) == 0, LIMIT_S)
-        was_stuck = len(stuck.token_ids) == 1
-        for generation in (stuck, *loads):
-            assert generation.answer().finish_reason == "length"
-        if still_open and was_stuck:
-            return
-    raise AssertionError("the loads never ended while the step loop stood still")
+        assert [len(each.token_ids) for each in (stuck, *loads)] == [1] * 5, "the step loop did not stand still"
+    finally:
+        held.unlink(missing_ok=True)
+        standing.unlink()
+    for generation in (stuck, *loads):
+        assert generation.answer().finish_reason == "length"
 
 
 # -- failure policy -------------------------------------------------------------------------------------------------

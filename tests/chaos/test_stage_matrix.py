@@ -32,9 +32,9 @@ TOKENS = 6
 HOLD_S = 60.0  # unless the test lets go before, as it does
 DEADLINE_S = 0.2
 WORK_S = 0.4  # that the router itself computes beyond a deadline: it looks at its clock afterwards
-OWN_DEADLINE_S = 1.0  # of a request that has to reach the router before
-KILL_HOLD_S = 2.0
-LIMIT_S = 5.0
+OWN_DEADLINE_S = 2.0  # of a request that has to reach the router before
+LIMIT_S = 20.0
+SOON_S = 5.0  # where that it is soon is what matters
 RAISED = ErrorCode.EXECUTION_EXCEPTION
 LOAD_FAILED = ErrorCode.LOAD_KV_CACHE_FAILED
 
@@ -107,7 +107,7 @@ def faults(role: str, file: Path) -> str:
             found.append(stage.fault(f"raise={RAISED.name}", "error"))
             found.append(stage.fault(hold, "cancel"))
             found.append(stage.fault(f"delay={WORK_S}" if role == "router" else hold, "deadline"))
-            found.append(stage.fault(f"delay={KILL_HOLD_S}", "kill"))
+            found.append(stage.fault(hold, "kill"))
     found.append(f"engine.step:{hold},kind=prefill,request_key=turn*")
     return ";".join(found)
 
@@ -232,7 +232,7 @@ def test_error_when_it_is_raised_in_a_stage_then_the_client_gets_it_and_it_is_lo
     request_id = f"{stage.id}-error"
     began = time.monotonic()
     error = call_of(client, request_id)
-    assert time.monotonic() - began < LIMIT_S
+    assert time.monotonic() - began < SOON_S
     assert error is not None
     refusal: Refusal = of_call(error)
     assert refusal.code == stage.seen, refusal
@@ -286,7 +286,7 @@ def test_deadline_when_it_passes_in_a_stage_then_it_is_603_everywhere(
     with hold:
         began = time.monotonic()
         error = call_of(hasty, request_id)
-        assert time.monotonic() - began < LIMIT_S
+        assert time.monotonic() - began < SOON_S
         assert error is not None
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert of_call(error).code == ErrorCode.GENERATE_TIMEOUT
@@ -365,22 +365,23 @@ def test_queue_of_the_router_when_a_request_ends_there_then_no_server_has_heard_
 @pytest.mark.skipif(os.environ.get("BATON_MATRIX") != "all", reason="BATON_MATRIX=all kills a server in each stage")
 @pytest.mark.parametrize("stage", BEHIND, ids=lambda stage: stage.id)
 def test_kill_when_a_server_dies_in_a_stage_then_a_typed_code_comes_soon_and_the_other_lets_go(
-    cluster: Cluster, client: GenerationClient, stage: Stage
+    cluster: Cluster, client: GenerationClient, hold: Hold, stage: Stage
 ) -> None:
     request_id = f"{stage.id}-kill"
     victim = server_of(cluster, stage.role)
     found: list[grpc.RpcError | None] = []
     caller = threading.Thread(target=lambda: found.append(call_of(client, request_id)))
-    caller.start()
-    if stage.name == "admit":
-        wait_for("the request to be open", lambda: cluster.router.page("/load")["inflight"] == 1, LIMIT_S)
-    else:
-        wait_for("the request to arrive", lambda: victim.open_state(request_id), LIMIT_S)
-    victim.kill()
+    with hold:
+        caller.start()
+        if stage.name == "admit":
+            wait_for("the request to be open", lambda: cluster.router.page("/load")["inflight"] == 1, LIMIT_S)
+        else:
+            wait_for("the request to arrive", lambda: victim.open_state(request_id), LIMIT_S)
+        victim.kill()
     began = time.monotonic()
     caller.join(LIMIT_S)
     assert not caller.is_alive(), "the client still waits"
-    assert time.monotonic() - began < LIMIT_S
+    assert time.monotonic() - began < SOON_S
     (error,) = found
     if error is not None:  # a prefill server may have done its part
         refusal = of_call(error)
@@ -398,15 +399,16 @@ def test_kill_when_a_server_dies_in_a_stage_then_a_typed_code_comes_soon_and_the
 @pytest.mark.skipif(os.environ.get("BATON_MATRIX") != "all", reason="BATON_MATRIX=all kills the router in each stage")
 @pytest.mark.parametrize("stage", [s for s in STAGES if s.role == "router"], ids=lambda stage: stage.id)
 def test_kill_when_the_router_dies_in_a_stage_then_the_client_knows_soon_and_the_servers_let_go(
-    cluster: Cluster, client: GenerationClient, stage: Stage
+    cluster: Cluster, client: GenerationClient, hold: Hold, stage: Stage
 ) -> None:
     request_id = f"{stage.id}-kill"
     router = cluster.router
-    generation = Generation(client.stub, request_of(PROMPT, TOKENS, request_id=request_id, salt=request_id), 15.0)
-    wait_for("the request to be open", lambda: router.page("/load")["inflight"] == 1, LIMIT_S)
-    if stage.name in ("first_token", "stream"):
-        wait_for("the request to arrive", lambda: cluster.prefill[0].finished(request_id), LIMIT_S)
-    router.kill()
+    with hold:
+        generation = Generation(client.stub, request_of(PROMPT, TOKENS, request_id=request_id, salt=request_id), 30.0)
+        wait_for("the request to be open", lambda: router.page("/load")["inflight"] == 1, LIMIT_S)
+        if stage.name in ("first_token", "stream"):
+            wait_for("the request to arrive", lambda: cluster.prefill[0].finished(request_id), LIMIT_S)
+        router.kill()
     wait_for("the client to know", lambda: generation._ended, LIMIT_S)
     assert len(generation.token_ids) < TOKENS  # by its transport: nobody is left to say more
     for server in cluster.servers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from tests.chaos.cases import (
     TOKENS,
     assert_serves,
     cases,
+    lingering,
     wait_busy,
     wait_workers_ready,
 )
@@ -37,7 +39,7 @@ LIMIT_S = 8.0
 @pytest.fixture(scope="module")
 def cluster(crowd: Cluster) -> Iterator[Cluster]:
     """The servers of all, with a router that soon takes a silent one for dead."""
-    flags = (*IMPATIENT_ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "1.5")
+    flags = (*IMPATIENT_ROUTER_FLAGS, "--stream-inactivity-timeout-secs", "2.5")
     with Cluster(0, 0, model=tiny_model(MODEL), router=False, router_flags=flags) as running:
         running.prefill, running.decode = list(crowd.prefill), list(crowd.decode)
         try:
@@ -82,10 +84,11 @@ class HttpStream(threading.Thread):
 
 @pytest.mark.parametrize("parts", ["both", extended("engine")])
 def test_f1_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewhere(
-    cluster: Cluster, parts: str
+    cluster: Cluster, slow: Path, parts: str
 ) -> None:
     before = cluster.router.metric("baton_migrations_total", result="ok") or 0.0
-    with GenerationClient(cluster.router.grpc) as client:
+    with GenerationClient(cluster.router.grpc) as client, ExitStack() as middle:
+        middle.enter_context(lingering(slow))
         streams = [HttpStream(cluster, case.prompt, f"http {parts}") for case in cases()[:2]]
         for stream in streams:
             assert stream.began.wait(30), stream.lines
@@ -94,6 +97,7 @@ def test_f1_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewh
             generation.wait_tokens(3)
         assert cluster.decode[0].requests()["open"] != []
         with stopped(cluster.decode[0], parts):
+            middle.close()
             for generation, case in zip(opened, cases(), strict=False):
                 answer = generation.answer()
                 assert answer.token_ids == case.expected, f"{answer.attempts} attempts"
@@ -102,11 +106,11 @@ def test_f1_stop_when_a_decode_server_stands_still_then_its_answers_go_on_elsewh
                 assert stream.lines[-2:] == ["data: [DONE]", ""], stream.lines[-3:]
                 assert not any('"error"' in line for line in stream.lines)
             gauge = {"name": "baton_http_inflight_requests", "route": "/v1/completions"}
-            wait_for("no open HTTP request", lambda: cluster.router.metric(**gauge) == 0, 5.0)
+            wait_for("no open HTTP request", lambda: cluster.router.metric(**gauge) == 0, 20.0)
     assert (cluster.router.metric("baton_migrations_total", result="ok") or 0.0) - before >= 1
     # The one that goes on finds out that nobody waits for it any more.
     wait_workers_ready(cluster)
-    cluster.assert_clean_ledgers(5.0)
+    cluster.assert_clean_ledgers()
     for number in range(len(cluster.decode)):
         assert_serves(cluster, f"after {parts} {number}")
 
@@ -124,19 +128,19 @@ def test_stop_when_the_only_prefill_server_stands_still_then_a_decode_server_com
                 assert answer.token_ids == case.expected[:20]
                 assert answer.path == "colocated"
     wait_workers_ready(cluster)
-    cluster.assert_clean_ledgers(5.0)
+    cluster.assert_clean_ledgers()
     assert_serves(cluster, "after prefill")
 
 
 def test_f1_stop_when_there_is_no_other_decode_server_then_a_typed_error_comes_within_the_limit(
-    cluster: Cluster,
+    cluster: Cluster, slow: Path
 ) -> None:
     case = cases()[3]
     url = f"http://{cluster.router.http}/workers"
     spare = cluster.decode[1].grpc
-    httpx.delete(f"{url}/decode/{spare}", timeout=5.0).raise_for_status()
+    httpx.delete(f"{url}/decode/{spare}", timeout=30.0).raise_for_status()
     try:
-        with GenerationClient(cluster.router.grpc) as client:
+        with GenerationClient(cluster.router.grpc) as client, lingering(slow):
             generation = client.open(case.prompt, TOKENS, salt="none")
             generation.wait_tokens(3)
             with stopped(cluster.decode[0], "both") as since:
@@ -146,9 +150,9 @@ def test_f1_stop_when_there_is_no_other_decode_server_then_a_typed_error_comes_w
                 assert generation.ended_at - since < LIMIT_S
             assert generation.token_ids == case.expected[: len(generation.token_ids)]
     finally:
-        httpx.post(url, json={"role": "decode", "address": spare}, timeout=5.0).raise_for_status()
+        httpx.post(url, json={"role": "decode", "address": spare}, timeout=30.0).raise_for_status()
     wait_workers_ready(cluster)
-    cluster.assert_clean_ledgers(5.0)
+    cluster.assert_clean_ledgers()
     assert_serves(cluster, "after none")
 
 
