@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import pytest
@@ -86,6 +87,7 @@ def test_load_when_a_file_is_missing_or_broken_names_it(tmp_path, write, named):
     assert named in caught.value.message
 
 
+@pytest.mark.skipif("BATON_TESTS_DISTURBED" in os.environ, reason="it measures pauses of the loop, which are made then")
 async def test_long_text_when_encoded_off_the_loop_leaves_the_loop_running(tmp_path):
     tokenizer = Tokenizer.load(folders.chat_folder(tmp_path))
     text = "The quick brown fox 你好 😀 " * 20_000
