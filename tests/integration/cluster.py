@@ -179,7 +179,7 @@ class ServerProcess:
     def engine_id(self) -> str:
         return str(self.ready_line["engine_id"])
 
-    def get(self, path: str, timeout_s: float = 5.0) -> httpx.Response:
+    def get(self, path: str, timeout_s: float = 20.0) -> httpx.Response:
         # Without `verify` no store of certificates is read for each call, which takes longer than all the rest.
         return httpx.get(f"http://{self.http}{path}", timeout=timeout_s, verify=False)
 
@@ -195,7 +195,7 @@ class ServerProcess:
         """The `/debug/requests` page: `open` and `finished`, latest first."""
         return dict(self.page("/debug/requests"))
 
-    def finished(self, request_id: str, limit_s: float = 10.0) -> dict[str, Any]:
+    def finished(self, request_id: str, limit_s: float = 30.0) -> dict[str, Any]:
         """The terminal record of a request, once it is there."""
 
         def probe() -> dict[str, Any] | None:
@@ -361,7 +361,7 @@ class Cluster:
                 process.kill()
         for pid in engines:
             with contextlib.suppress(TimeoutError):
-                wait_for(f"end of engine {pid}", lambda pid=pid: not process_exists(pid), 3.0)
+                wait_for(f"end of engine {pid}", lambda pid=pid: not process_exists(pid), 10.0)
             if process_exists(pid):
                 sys.stderr.write(f"engine {pid} outlived its server\n")
                 os.kill(pid, signal.SIGKILL)
@@ -431,18 +431,18 @@ class Cluster:
         servers[position] = fresh
         return fresh
 
-    def wait_router_ready(self, limit_s: float = 20.0) -> None:
+    def wait_router_ready(self, limit_s: float = 30.0) -> None:
         """Until the router has a pair, or a colocated server."""
 
         def probe() -> bool:
             try:
-                return self.router.get("/ready", 2.0).status_code == 200
+                return self.router.get("/ready", 5.0).status_code == 200
             except httpx.HTTPError:
                 return False
 
         wait_for("readiness of the router", probe, limit_s)
 
-    def wait_workers_ready(self, limit_s: float = 20.0) -> None:
+    def wait_workers_ready(self, limit_s: float = 30.0) -> None:
         """Until the router finds every living server ready."""
         wanted = {(server.role, server.grpc) for server in self.servers if server.alive}
 
@@ -469,7 +469,7 @@ class Cluster:
                     found.append(f"{where}: free {counts['free']} + cached {counts['cached']} != {counts['total']}")
         return found
 
-    def assert_clean_ledgers(self, limit_s: float = 5.0) -> None:
+    def assert_clean_ledgers(self, limit_s: float = 15.0) -> None:
         """On every living server running = staged = receiving = quarantined = 0 and free + cached = total, in time."""
         try:
             wait_for("clean ledgers", lambda: not self.dirty_ledgers(), limit_s)

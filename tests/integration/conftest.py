@@ -20,6 +20,17 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("direct") / SLOW
 
 
+@pytest.fixture
+def held(slow: Path) -> Iterator[Path]:
+    """While this file is there, as it is at first, the prefill server of `direct` stands in a step of any `slow-*`."""
+    from tests.integration.direct_servers import HELD
+
+    file = slow.with_name(HELD)
+    file.touch()
+    yield file
+    file.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="module")
 def direct(request: pytest.FixtureRequest, slow: Path) -> Iterator[Cluster]:
     """A prefill and a decode server without a router. Whoever uses them leaves them running, and at rest; but for

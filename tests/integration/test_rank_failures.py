@@ -26,7 +26,7 @@ from tests.integration.wire_client import TIMEOUT_S, Client, EventReader, Pair, 
 from tests.standstill import stand_still
 from tests.unit.engine.tiny_models import tiny_model
 
-DEADLINE_S = 2.0  # between ranks
+DEADLINE_S = 3.0  # between ranks
 # Beyond the deadline: the others' last words, the answers to clients, and what a busy machine adds.
 SLACK_S = 12.0
 START_S = {"stop": 20.0, "kill": 60.0, "raise": 60.0}  # one that is stopped is missed at the end of this time

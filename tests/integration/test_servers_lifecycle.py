@@ -40,7 +40,8 @@ NAME = ["--served-model-name", MODEL]
 # A prompt of 500 tokens takes 16 steps of at least 0.3 s.
 SLOW = {"BATON_FAULTS": "engine.layer:delay=0.1"}
 CHUNKS = [*NAME, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"]
-LIMIT_S = 5.0
+LIMIT_S = 20.0
+SOON_S = 5.0  # where that it is soon is what matters
 # What a busy machine may add before this process hears of an end. Less than what a drain would take.
 SCHEDULING_S = 4.0
 
@@ -127,9 +128,9 @@ def test_h7_start_when_the_engine_still_loads_then_the_ports_answer_within_two_s
     )  # fmt: skip
     try:
         # Its sockets stand there until the engine has begun.
-        wait_for("the engine's folder", lambda: list(Path(temporary.name).iterdir()), 10 * LIMIT_S, 0.002)
+        wait_for("the engine's folder", lambda: list(Path(temporary.name).iterdir()), 3 * LIMIT_S, 0.002)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            grpc.channel_ready_future(channel).result(10 * LIMIT_S)
+            grpc.channel_ready_future(channel).result(3 * LIMIT_S)
             listening_s = cpu_seconds(process.pid)
             status = health_of(channel)
             worker = worker_pb2_grpc.WorkerStub(channel)
@@ -240,7 +241,7 @@ def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(
 
 @pytest.mark.extended
 def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are_served() -> None:
-    flags = [*NAME, "--drain-grace-secs", "1.5"]
+    flags = [*NAME, "--drain-grace-secs", "4"]
     with Cluster(0, 1, model=tiny_model("llama"), router=False, decode_flags=flags) as cluster:
         decode = cluster.decode[0]
         with Client(decode, MODEL) as client:
@@ -248,7 +249,7 @@ def test_drain_when_in_the_grace_period_then_health_is_negative_and_requests_are
             wait_for(
                 "negative health",
                 lambda: health_of(client.channel) == health_pb2.HealthCheckResponse.NOT_SERVING,
-                1.0,
+                2.0,
             )
             assert decode.get("/ready").status_code == 503
             assert decode.get("/live").status_code == 200
@@ -291,7 +292,7 @@ def test_drain_when_kv_is_staged_then_it_is_served_until_it_is_released(both: Cl
 
 @pytest.mark.extended
 def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> None:
-    flags = [*NAME, "--kv-lease-seconds", "1"]
+    flags = [*NAME, "--kv-lease-seconds", "2.5"]
     with Cluster(1, 0, model=tiny_model("llama"), router=False, prefill_flags=flags) as cluster:
         prefill = cluster.prefill[0]
         with Client(prefill, MODEL) as client:
@@ -299,7 +300,7 @@ def test_drain_when_staged_kv_is_never_read_then_its_lease_ends_the_drain() -> N
             client.prefill.Prefill(prefill_pb2.PrefillRequest(input=request, hold_kv=True), timeout=TIMEOUT_S)
         began = time.monotonic()
         assert prefill.terminate() == 0
-        assert 0.2 < time.monotonic() - began < 4.0
+        assert 0.2 < time.monotonic() - began < 5.5
 
 
 def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0(ending: Ending) -> None:
@@ -309,7 +310,7 @@ def test_drain_when_the_time_is_up_then_the_rest_gets_8608_and_the_status_is_0(e
         wait_for("open requests", lambda: len(prefill.requests()["open"]) == 6, LIMIT_S)
         began = time.monotonic()
         prefill.signal(signal.SIGTERM)
-        codes = {typed(call.exception(LIMIT_S)).code for call in calls if call.exception(LIMIT_S) is not None}
+        codes = {typed(call.exception(SOON_S)).code for call in calls if call.exception(SOON_S) is not None}
         assert codes == {ErrorCode.SERVER_DRAINING}
         assert prefill.wait() == 0
         assert time.monotonic() - began < 1.0 + 2 * SCHEDULING_S  # they would take half a minute
@@ -322,13 +323,14 @@ def test_second_signal_when_requests_are_open_then_they_get_8608_and_it_ends_in_
     prefill = ending.by_signals[second]
     engine = prefill.engine_pid
     with Pair(prefill, prefill, MODEL) as pair:
-        call = pair.open_prefill(generate_input("cut", prompt_of(500), model=MODEL))
-        wait_for("the open request", lambda: prefill.requests()["open"], LIMIT_S)
+        # Several, so that the last one is open for long.
+        calls = [pair.open_prefill(generate_input(f"cut-{n}", prompt_of(500, salt=n), model=MODEL)) for n in range(4)]
+        wait_for("the open requests", lambda: prefill.open_state("cut-3"), LIMIT_S)
         prefill.signal(signal.SIGTERM)
         wait_for("drain", lambda: prefill.get("/ready").status_code == 503, LIMIT_S)
         began = time.monotonic()
         prefill.signal(second)
-        assert typed(call.exception(LIMIT_S)).code is ErrorCode.SERVER_DRAINING
+        assert typed(calls[-1].exception(SOON_S)).code is ErrorCode.SERVER_DRAINING
         assert prefill.wait() == SECOND_SIGNALS[second]
         assert time.monotonic() - began < 2.0 + SCHEDULING_S
     wait_for("end of the engine", lambda: not process_exists(engine), LIMIT_S)
@@ -343,9 +345,9 @@ def test_engine_when_killed_then_open_requests_get_8609_and_the_front_exits_non_
         reader = local_stream(client, request)
         began = time.monotonic()
         os.kill(engine, signal.SIGKILL)
-        reader.wait_end(LIMIT_S)
+        reader.wait_end(SOON_S)
         assert typed(reader.error).code is ErrorCode.ENGINE_DEAD
-        assert decode.wait(LIMIT_S) == 1
+        assert decode.wait(SOON_S) == 1
         assert time.monotonic() - began < 5.0
     dead = [line for line in decode.log_lines() if line.get("level") == "error"]
     assert [line["code"] for line in dead] == ["ENGINE_DEAD"]

@@ -26,7 +26,7 @@ LENGTHS = (400, 311, 352, 280)
 # Of the tiny model in float32: 3 layers of K and V, 2 heads of 16.
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4
 SLOW = Impairment(delay_s=0.005, bytes_per_s=1_500_000)
-NARROW = Impairment(delay_s=0.005, bytes_per_s=150_000)  # a load takes two seconds: there is a middle of it
+NARROW = Impairment(delay_s=0.005, bytes_per_s=80_000)  # a load takes four seconds: there is a middle of it
 LIMIT_S = 30.0
 # What a client may see of a network that fails: never an unknown error, never silence.
 TYPED = {
