@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +20,18 @@ def live(request: pytest.FixtureRequest) -> Iterator[Live]:
     yield from live_cluster.shared(request)
 
 
+@pytest.fixture(scope="session")
+def holding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the files by which the servers of `pairs` are held."""
+    return tmp_path_factory.mktemp("pairs")
+
+
 @pytest.fixture(scope="module")
-def pairs(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def pairs(request: pytest.FixtureRequest, holding: Path) -> Iterator[Cluster]:
     """The servers that some tests of right tokens share, each with a router of its own."""
     from tests.conformance import token_servers  # PyTorch comes along
 
-    yield from shared(request, token_servers.start)
+    yield from shared(request, lambda: token_servers.start(holding))
 
 
 @pytest.fixture(scope="module")

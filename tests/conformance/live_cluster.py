@@ -109,7 +109,7 @@ def _start() -> Iterator[Live]:
             decode_flags=(*servers, "--kv-load-failure-policy", "fail"),
             router_flags=router,
             # Whom a client leaves has not come to its end by itself before.
-            decode_env={"BATON_FAULTS": "engine.step:delay=0.02,request_key=left-*"},
+            decode_env={"BATON_FAULTS": "engine.step:delay=0.05,request_key=left-*"},
         ) as cluster,
         httpx.Client(
             base_url=f"http://{cluster.router.http}", timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {API_KEY}"}

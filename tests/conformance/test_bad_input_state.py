@@ -246,7 +246,7 @@ def test_deadline_when_it_passes_in_the_middle_then_everything_ends(live: Live) 
             request_id="too-late", token_ids=generation_pb2.TokenIds(ids=PROMPT),
             sampling=common_pb2.SamplingParams(max_tokens=LONG),
         )  # fmt: skip
-        refusal = call("router", "Generation/Generate", request, timeout=2.0)(live)  # by then the servers have it
+        refusal = call("router", "Generation/Generate", request, timeout=3.0)(live)  # by then the servers have it
         assert refusal.status is grpc.StatusCode.DEADLINE_EXCEEDED
     record = live.d.finished("too-late")
     assert record["code_name"] in ("GENERATE_TIMEOUT", "CANCELLED")

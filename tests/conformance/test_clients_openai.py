@@ -457,7 +457,7 @@ def test_answer_when_its_client_runs_out_of_patience_then_every_leg_ends(live: L
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(
                 model=MODEL, prompt=PROMPT, max_tokens=LONG, extra_headers={"X-Request-Id": "left-early"},
-                timeout=httpx.Timeout(20, read=2.0), **GREEDY,  # by then the servers have it
+                timeout=httpx.Timeout(20, read=3.0), **GREEDY,  # by then the servers have it
             )  # fmt: skip
         departures.counted()  # else the decode server may have the whole answer before the router has noticed
     departures.check("left-early", 0)

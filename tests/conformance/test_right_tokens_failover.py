@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.known_answers import GREEDY, Case, known
 from tests.conformance.reference import reference
+from tests.conformance.token_servers import HELD, LATE, MIDDLE
 from tests.integration.cluster import Cluster, wait_for
-from tests.integration.generation_client import GenerationClient
+from tests.integration.generation_client import Answer, GenerationClient
 from tests.unit.engine.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # clusters start within it, on busy machines too
@@ -41,15 +46,27 @@ def cluster(pairs: Cluster) -> Iterator[Cluster]:
 
 
 def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transformers_after_a_retry(
-    cluster: Cluster, cases: list[Case]
+    cluster: Cluster, cases: list[Case], holding: Path
 ) -> None:
-    with GenerationClient(cluster.router.grpc) as client:
-        answers = [
+    def ask() -> list[Answer]:
+        return [
             client.generate(
                 case.prompt, 20, salt="retry", request_id={4: "twice", 6: "once"}.get(number), **case.options
             )
             for number, case in enumerate(cases)
         ]
+
+    with GenerationClient(cluster.router.grpc) as client, ThreadPoolExecutor(1) as caller, ExitStack() as files:
+        for name in (LATE, HELD):
+            (holding / name).touch()
+            files.callback((holding / name).unlink, missing_ok=True)
+        asked = caller.submit(ask)
+        # Neither is held any longer once the router has given up what is to fail meanwhile.
+        for role, name in (("decode", LATE), ("prefill", HELD)):
+            retries = functools.partial(cluster.router.counted, "baton_retries_total", role=role)
+            wait_for(f"a retry of {role}", lambda retries=retries: retries() or asked.done(), 30.0)
+            (holding / name).unlink()
+        answers = asked.result()
     for answer, case in zip(answers, cases, strict=True):
         assert answer.token_ids == case.expected[:20], f"{case.options}, {answer.attempts} attempts"
         assert answer.path == "pd"
@@ -72,10 +89,12 @@ def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transfor
 
 
 def test_tokens_when_the_decode_server_is_killed_in_the_middle_then_those_of_transformers_go_on_elsewhere(
-    cluster: Cluster, cases: list[Case]
+    cluster: Cluster, cases: list[Case], holding: Path
 ) -> None:
     victim, other = cluster.decode
-    with GenerationClient(cluster.router.grpc) as client:
+    with GenerationClient(cluster.router.grpc) as client, ExitStack() as middle:
+        (holding / MIDDLE).touch()
+        middle.callback((holding / MIDDLE).unlink)
         # Every second one is served by the victim, of disaggregated and of colocated requests alike.
         opened = [
             client.open(case.prompt, TOKENS, request_id=f"slow-{number}", salt="move", **case.options)
@@ -89,6 +108,7 @@ def test_tokens_when_the_decode_server_is_killed_in_the_middle_then_those_of_tra
             generation.wait_tokens(5)
         victim.kill()
         came = [len(generation.token_ids) for generation in opened]
+        middle.close()
         moved = 0
         for generation, case in zip((*opened, *doubled), (*cases, *cases[:2]), strict=True):
             answer = generation.answers()[0]
