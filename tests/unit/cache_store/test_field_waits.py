@@ -23,7 +23,7 @@ from tests.unit.cache_store.agents import settings
 from tests.unit.cache_store.lease_fixtures import LEASE_S, Clock, make_table, prefill_result, publish_all, wanted
 
 KEY = "request#0.00000001"
-SOON_S = 2.0  # far less than any limit of the product's own
+SOON_S = 4.0  # far less than any limit of the product's own
 LIMIT_S = 100.0
 
 

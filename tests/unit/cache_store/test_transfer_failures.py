@@ -384,7 +384,7 @@ def test_load_survives_that_its_own_process_stood_still() -> None:
 
 def test_progress_in_blocks_that_are_not_wanted_keeps_the_load_alive() -> None:
     """D holds all but the last block; P takes longer than the limit to compute the others."""
-    limits = settings(load_progress_timeout_s=1.5)
+    limits = settings(load_progress_timeout_s=3.0)
     with nodes(Node("prefill", seed=1), Node("decode", limits, seed=2)) as (prefill, decode):
         count = 9
         decode.load(prefill.source, KEY, [1], first=count - 1, tokens=count * LAYOUT.block_size)
@@ -392,7 +392,7 @@ def test_progress_in_blocks_that_are_not_wanted_keeps_the_load_alive() -> None:
         for upto in range(1, count):
             prefill.agent.publish(KEY, "full", 0, upto)
             with contextlib.suppress(AssertionError):
-                decode.next_event(timeout_s=0.25)
+                decode.next_event(timeout_s=0.45)
             assert decode.said == []
         prefill.compute(KEY, count)
         decode.load_done()

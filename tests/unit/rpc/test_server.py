@@ -239,7 +239,7 @@ async def test_cancel_of_a_stream_cleans_up_whether_it_waits_or_sends(interval: 
 
 async def test_deadline_of_the_caller_ends_the_handler_and_is_counted_as_603() -> None:
     async with Deployment() as d:
-        error = await fails(d.stub.Drain(worker_pb2.DrainRequest(), timeout=1.0))
+        error = await fails(d.stub.Drain(worker_pb2.DrainRequest(), timeout=2.0))
         assert error.code is ErrorCode.GENERATE_TIMEOUT
         async with asyncio.timeout(5):
             await d.worker.cleaned.wait()
@@ -251,7 +251,7 @@ async def test_call_without_deadline_ends_at_the_servers_maximum_with_8204() -> 
         error = await fails(d.stub.Drain(worker_pb2.DrainRequest()))
         assert error.code is ErrorCode.DEADLINE_EXCEEDED
         await d.settled("Drain", "DEADLINE_EXCEEDED")
-    async with Deployment(max_rpc_s=1.0) as d:  # time for what is sent before
+    async with Deployment(max_rpc_s=2.0) as d:  # time for what is sent before
         seen, failure = await reads(d.stub.WatchStatus(worker_pb2.WatchStatusRequest(interval_seconds=3)))
         assert seen == 3
         assert failure is not None
