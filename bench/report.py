@@ -169,10 +169,6 @@ def show_circumstances(page: Page, model: str, threads: int, rounds: int) -> Non
     )
 
 
-def _stop(number: int, _: object) -> None:
-    raise SystemExit(128 + number)  # on the way out, whatever was started is ended
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="model folder (default: the embedded model)")
@@ -184,7 +180,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.rounds < 1 or arguments.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
     page = Page()
-    signal.signal(signal.SIGTERM, _stop)
+    told: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        told.append(128 + number)
+        raise SystemExit(told[0])  # on the way out, whatever was started is ended
+
+    signal.signal(signal.SIGTERM, stop)
     try:
         folder = prepare_model(arguments.model or None, None, progress=False)
         page.line("# Benchmarks\n")
@@ -200,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         page.line(METHOD.rstrip())
     except (MeasurementFailed, StartFailed, LaunchError, ModelPrepareError) as error:
         print(f"bench.report: {error}", file=sys.stderr)
-        return 1
+        return told[0] if told else 1  # what ends on the way out may not end well
     for what in page.missed:
         print(f"missed: {what}", file=sys.stderr)
     return int(arguments.check and bool(page.missed))

@@ -32,6 +32,7 @@ from rpc.ids import check_request_id, new_request_id, valid_request_id
 from rpc.logs import request_id_var
 from rpc.metrics import Registry
 from rpc.reflection import enable_reflection
+from rpc.stream_context import StreamContext
 from rpc.timeline import TIMELINE_KEY, asks_for_timeline, timeline_text
 from rpc.trace_context import trace_context
 
@@ -160,7 +161,7 @@ class Methods(grpc.GenericRpcHandler):
             body = handler.unary_stream
             writes_itself = inspect.iscoroutinefunction(body)
             return grpc.unary_stream_rpc_method_handler(
-                cast(Any, self._serving(method, body if writes_itself else _writing(body))),
+                cast(Any, self._serving(method, _streaming(body if writes_itself else _writing(body)))),
                 _tolerant(handler.request_deserializer, self._max_bytes),
                 handler.response_serializer,
             )
@@ -242,6 +243,13 @@ def _writing(
         async with contextlib.aclosing(generator(request, context)) as answers:
             async for answer in answers:
                 await context.write(answer)
+
+    return serve
+
+
+def _streaming(body: Callable[[Any, _Context], Awaitable[None]]) -> Callable[[Any, _Context], Awaitable[None]]:
+    async def serve(request: Any, context: _Context) -> None:
+        await body(request, cast(_Context, StreamContext(context)))
 
     return serve
 

@@ -37,7 +37,9 @@ def test_report_when_told_to_stop_then_every_process_that_it_has_started_ends() 
 
             started = wait_for("processes of the report", all_started, LIMIT_S)
             report.send_signal(signal.SIGTERM)
-            assert report.wait(LIMIT_S) == 128 + signal.SIGTERM
+            status = report.wait(LIMIT_S)
+            assert report.stderr is not None
+            assert status == 128 + signal.SIGTERM, report.stderr.read()
             wait_for("the ends of its processes", lambda: not any(map(process_exists, started)), LIMIT_S)
         finally:
             report.kill()

@@ -34,6 +34,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.calls: list[RpcCall] = []
         self.entered = asyncio.Event()
         self.cleaned = asyncio.Event()
+        # Of SubscribeKvEvents: its answers, whether headers go before them, and after how many turns of the loop it is
+        # cancelled, if it is.
+        self.batches = 1
+        self.headers_first = False
+        self.cancels_after: int | None = None
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         self.calls.append(current_call())
@@ -71,7 +76,23 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
         self.calls.append(current_call())
-        await context.write(worker_pb2.KvEventBatch())
+        if self.cancels_after is not None:
+            task, loop, turns = asyncio.current_task(), asyncio.get_running_loop(), self.cancels_after
+
+            def later(turns: int) -> None:
+                if turns:
+                    loop.call_soon(later, turns - 1)
+                elif task is not None:
+                    task.cancel()
+
+            later(turns)
+        try:
+            if self.headers_first:
+                await context.send_initial_metadata(())
+            for _ in range(self.batches):
+                await context.write(worker_pb2.KvEventBatch())
+        except asyncio.CancelledError:
+            raise BatonError(ErrorCode.SERVER_DRAINING) from None
         raise BatonError(ErrorCode.OUTPUT_QUEUE_FULL)
 
 
@@ -212,6 +233,21 @@ async def test_stream_handler_that_writes_itself_is_served_alike() -> None:
         assert error.code is ErrorCode.OUTPUT_QUEUE_FULL
         assert d.worker.calls
         await d.settled("SubscribeKvEvents", "OUTPUT_QUEUE_FULL")
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("headers", ["with the first answer", "before"])
+async def test_stream_handler_that_is_cancelled_while_it_writes_ends_with_the_status_that_it_gives(
+    turns: int, headers: str
+) -> None:
+    """Also in its first write, with which the headers go, or while it sends these."""
+    async with Deployment() as d:
+        d.worker.cancels_after, d.worker.batches = turns, 100
+        d.worker.headers_first = headers == "before"
+        _, error = await reads(d.stub.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(), timeout=30))
+        assert error is not None
+        assert error.code is ErrorCode.SERVER_DRAINING
+        await d.settled("SubscribeKvEvents", "SERVER_DRAINING")
 
 
 async def test_cancel_of_a_unary_call_reaches_the_handler() -> None:
