@@ -15,10 +15,14 @@ import grpc.aio
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+# Of a message that no client's flow control holds up at the beginning of a stream.
+UNHINDERED_BYTES = 16 << 10
+
 
 class StreamContext:
     """The context, but that a cancellation of the first `write`, or of `send_initial_metadata`, takes effect when gRPC
-    has taken the headers. That is soon, or with the end of the connection."""
+    has taken the headers. That is soon, or with the end of the connection: headers wait for no client to read, and
+    they go before a first message that may have to."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -29,7 +33,11 @@ class StreamContext:
         return getattr(self._context, name)
 
     async def _write(self, message: Any) -> None:
-        await self._begin(self._context.write(message))
+        if (len(message) if isinstance(message, bytes) else message.ByteSize()) <= UNHINDERED_BYTES:
+            await self._begin(self._context.write(message))
+        else:
+            await self._send_initial_metadata(())
+            await self._context.write(message)
 
     async def _send_initial_metadata(self, metadata: Any) -> None:
         await self._begin(self._context.send_initial_metadata(metadata))

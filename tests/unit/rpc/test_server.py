@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import worker_pb2, worker_pb2_grpc
+from rpc.channels import CLIENT_OPTIONS
 from rpc.errors import BatonError, ErrorCode
 from rpc.ids import valid_request_id
 from rpc.metrics import Registry
@@ -34,9 +35,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.calls: list[RpcCall] = []
         self.entered = asyncio.Event()
         self.cleaned = asyncio.Event()
-        # Of SubscribeKvEvents: its answers, whether headers go before them, and after how many turns of the loop it is
-        # cancelled, if it is.
+        # Of SubscribeKvEvents: its answers, their size, whether headers go before them, and after how many turns of the
+        # loop it is cancelled, if it is.
         self.batches = 1
+        self.batch_bytes = 0
         self.headers_first = False
         self.cancels_after: int | None = None
 
@@ -90,8 +92,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             if self.headers_first:
                 await context.send_initial_metadata(())
             for _ in range(self.batches):
-                await context.write(worker_pb2.KvEventBatch())
+                await context.write(worker_pb2.KvEventBatch(engine_id="e" * self.batch_bytes))
         except asyncio.CancelledError:
+            self.cleaned.set()
             raise BatonError(ErrorCode.SERVER_DRAINING) from None
         raise BatonError(ErrorCode.OUTPUT_QUEUE_FULL)
 
@@ -245,6 +248,20 @@ async def test_stream_handler_that_is_cancelled_while_it_writes_ends_with_the_st
         d.worker.cancels_after, d.worker.batches = turns, 100
         d.worker.headers_first = headers == "before"
         _, error = await reads(d.stub.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(), timeout=30))
+        assert error is not None
+        assert error.code is ErrorCode.SERVER_DRAINING
+        await d.settled("SubscribeKvEvents", "SERVER_DRAINING")
+
+
+@pytest.mark.parametrize("turns", [2, 100])
+async def test_stream_handler_whose_large_first_answer_nobody_reads_can_be_cancelled(turns: int) -> None:
+    async with Deployment() as d:
+        d.worker.cancels_after, d.worker.batch_bytes = turns, 15_000_000
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{d.server.port}", options=CLIENT_OPTIONS) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            call = stub.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(), timeout=60)
+            await asyncio.wait_for(d.worker.cleaned.wait(), 20)
+            _, error = await reads(call)
         assert error is not None
         assert error.code is ErrorCode.SERVER_DRAINING
         await d.settled("SubscribeKvEvents", "SERVER_DRAINING")
