@@ -108,8 +108,8 @@ class Transfer:
     `summed`.
 
     A worker takes away what it has moved: `views`, with `left` bytes, and `_rest` are what is left. Unless another one
-    does (`apart`), it hashes each piece right after it was sent (`Outbound`) or has come (`Inbound`), while it is in
-    the core's own cache: a checksum costs no further way to memory, and nothing waits for that of a whole run.
+    does (`apart`), it hashes each piece right after it was sent (`Outbound`) or has come (`Inbound`), while most of
+    it is in the core's own cache, and nothing waits for that of a whole run.
     """
 
     piece_bytes = CALL_BYTES  # of one system call, when its bytes are hashed after it
