@@ -45,13 +45,25 @@ def cluster(pairs: Cluster) -> Iterator[Cluster]:
         assert running.errors_without_code() == [] == pairs.errors_without_code()
 
 
+def computes(cluster: Cluster, request_id: str) -> bool:
+    """Whether a prefill server has the first attempt at the request open, and was not told that it is given up."""
+    found = [entry for server in cluster.prefill for entry in server.requests()["open"]]
+    return any(
+        entry["request_id"] == request_id and entry["attempt"] == 0 and not entry.get("abort_source") for entry in found
+    )
+
+
 def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transformers_after_a_retry(
     cluster: Cluster, cases: list[Case], holding: Path
 ) -> None:
     def ask() -> list[Answer]:
         return [
             client.generate(
-                case.prompt, 20, salt="retry", request_id={4: "twice", 6: "once"}.get(number), **case.options
+                case.prompt,
+                20,
+                salt="retry",
+                request_id={0: "begins", 4: "twice", 6: "once"}.get(number),
+                **case.options,
             )
             for number, case in enumerate(cases)
         ]
@@ -65,6 +77,8 @@ def test_tokens_when_attempts_fail_before_the_first_token_then_those_of_transfor
         for role, name in (("decode", LATE), ("prefill", HELD)):
             retries = functools.partial(cluster.router.counted, "baton_retries_total", role=role)
             wait_for(f"a retry of {role}", lambda retries=retries: retries() or asked.done(), 30.0)
+            # Before its step ends the server has heard that the attempt was given up, or its answer fails for nobody.
+            wait_for("the end of what was given up", lambda: asked.done() or not computes(cluster, "begins"), 30.0)
             (holding / name).unlink()
         answers = asked.result()
     for answer, case in zip(answers, cases, strict=True):
