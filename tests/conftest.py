@@ -4,7 +4,6 @@ tests that run side by side (pytest-xdist) share a machine."""
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
 import os
 import shutil
@@ -19,6 +18,7 @@ from typing import IO, Any
 import hypothesis
 import pytest
 
+from tests import scheduling
 from tests.extent import WHOLE
 
 # Triton reads this when a kernel is decorated, so it cannot wait for the first test that needs it. The device file
@@ -76,6 +76,7 @@ _turns = pytest.StashKey[Turns]()
 def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
+    scheduling.configure(config, worker=BESIDE_OTHERS)
     if BESIDE_OTHERS:
         config.stash[_turns] = Turns(config.rootpath / ".pytest_cache" / "turns")
         config.add_cleanup(config.stash[_turns].close)
@@ -97,7 +98,7 @@ def _stop(number: int, _: object) -> None:
         os.kill(os.getpid(), number)
         return
     signal.signal(number, lambda *_: None)  # `timeout` sends it twice
-    pytest.exit("told to stop", returncode=128 + number)
+    pytest.exit("told to stop")  # with what has failed until now
 
 
 def _keep_temporary_files_together(config: pytest.Config) -> None:
@@ -137,33 +138,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files go whole to one worker or another, and those that share a cluster to the same one: it starts once."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return _shared_cluster(config.rootpath / file) or file
-
-    return Scheduling(config, log)
-
-
-# Fixtures by which modules of a folder share a cluster, as their modules ask for them.
-SHARING = {
-    "conformance": ("live: Live", "pairs: Cluster", "smol: Cluster"),
-    "chaos": ("crowd: Cluster",),
-    "integration": ("direct: Cluster", "observed: Observed"),
-}
-
-
-@functools.cache
-def _shared_cluster(file: Path) -> str:
-    """What stands for the cluster that the tests of a file share with other files; empty when they do not."""
-    asked = SHARING.get(file.parent.name, ())
-    text = file.read_text(encoding="utf-8") if asked else ""
-    return next((f"tests/{file.parent.name}: {fixture}" for fixture in asked if fixture in text), "")
+    return scheduling.make_scheduler(config, log)
 
 
 # Outermost, so that waiting for a turn does not count as a part of the test's time.
