@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ class Watch:
 
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         self._running.pop(crashitem, None)
-        report.longrepr = f"{report.longrepr}\n{_end_of(report.node)}"
+        node = report.node
+        report.longrepr = f"{report.longrepr}\n{_end_of(node)}\n{_last_words(node.gateway.id)}"
 
     def _watch(self) -> None:
         while self._moved.wait(self._limit_s):
@@ -135,6 +137,18 @@ def _end_of(node: Any) -> str:
     return f"its process ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
 
 
+def _words_file(worker: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"{worker}.last_words"
+
+
+def _last_words(worker: str) -> str:
+    """The stacks of its threads when a signal for a fault came."""
+    try:
+        return _words_file(worker).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def _signal_quietly(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -145,6 +159,9 @@ def configure(config: pytest.Config, *, worker: bool) -> None:
     if worker:
         # Not `sys.stderr`, which pytest captures.
         faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+        words = _words_file(os.environ["PYTEST_XDIST_WORKER"]).open("w")
+        config.add_cleanup(words.close)
+        faulthandler.enable(words, all_threads=True)
     elif config.getoption("dist", "no") != "no":
         config.pluginmanager.register(Watch(config, float(os.environ.get("BATON_TESTS_STALL_S", STALL_S))))
 

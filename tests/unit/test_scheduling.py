@@ -33,7 +33,8 @@ def run(folder: Path, files: dict[str, str], workers: int, stall_s: float = LIMI
     for name, text in {"conftest.py": PLUGIN, "pytest.ini": "[pytest]\n", **files}.items():
         (folder / name).write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(ROOT), "BATON_TESTS_STALL_S": str(stall_s), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment |= {"BATON_TESTS_STALL_S": str(stall_s), "TMPDIR": str(folder)}  # apart from the run that this is in
     options = [
         "-p",
         "xdist",
@@ -84,6 +85,7 @@ def test_run_when_its_last_test_kills_the_worker_then_it_ends(workers: int, tmp_
     assert status == 1, output
     assert "1 failed, 6 passed" in output, output
     assert "SIGABRT" in output, output
+    assert 'test_z.py", line 2 in test_z' in output, output
 
 
 def test_run_when_no_test_ends_then_it_stops_and_names_the_test_its_stack_and_what_has_failed(tmp_path: Path) -> None:
