@@ -20,7 +20,7 @@ from cache_store.memory.fetching import HostFetcher
 from cache_store.memory.pool import HostKvPool
 from cache_store.memory.shared_memory import MappedPool, MemoryFile, describe
 from cache_store.serving import sending
-from cache_store.serving.lease import LeaseTable
+from cache_store.serving.lease import LeaseState, LeaseTable
 from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults
@@ -160,12 +160,14 @@ def test_load_when_the_transport_is_one_that_is_not_served_then_it_is_refused_wi
 def test_notices_when_several_layers_are_ready_then_they_travel_in_one_event(direct: Pair) -> None:
     prefill, _ = direct
     prefill.stage(KEY, [5, 9])
+
+    def computed() -> bool:
+        lease = prefill.agent._table.get(KEY)
+        return lease is not None and lease.state is LeaseState.COMPUTED
+
+    until(computed, "all layers are published and the prompt is computed")
     with grpc.insecure_channel(prefill.address) as channel:
-        events = list(cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_of_two(), timeout=WAIT_S))
-    assert len([event for event in events if event.notices]) == 1
-    event = pb.LoadEvent()
-    for each in events:  # one, unless the end of the computation was not known yet when the load came
-        event.MergeFrom(each)
+        (event,) = cache_store_pb2_grpc.CacheStoreStub(channel).Load(load_of_two(), timeout=WAIT_S)
     assert event.started.generation and event.state == pb.COMPUTE_STATE_COMPUTED
     assert event.notices == [
         pb.Notice(
