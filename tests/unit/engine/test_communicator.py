@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from engine.parallel import communicator as module
 from engine.parallel.all_reduce_paths import NCCL, ONE_SHOT, TWO_SHOT, candidates, fastest
-from engine.parallel.communicator import CollectiveFailed, Communicator, HostCommunicator, single
+from engine.parallel.communicator import Communicator, HostCommunicator, single
 from rpc.errors import BatonError, ErrorCode
 from tests.extent import extended
 from tests.unit.engine import rank_processes
@@ -107,13 +109,19 @@ def test_operation_when_a_peer_is_killed_or_stopped_then_fails_within_its_deadli
     assert (found["cause"], found["rank"], found["how"]) == ("collective_failed", str(1 - gone), how), found
 
 
-def test_connect_when_a_rank_never_comes_then_fails_within_its_deadline(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "START_S", 0.2)
-    with pytest.raises(CollectiveFailed) as raised:
-        module.connect(0, 2, str(tmp_path / "ranks"), torch.device("cpu"), 0.2)
-    assert raised.value.metadata["operation"] == "connect"
+# Groups are made in a rank's process: threads and descriptors that gloo leaves behind do not stay with all other tests.
+
+
+def connect_alone(_: Communicator, meeting: str) -> None:
+    with patch.object(module, "START_S", 0.2):
+        module.connect(0, 2, meeting, torch.device("cpu"), 0.2)
+
+
+def test_connect_when_a_rank_never_comes_then_fails_within_its_deadline(ranks: RankProcesses, tmp_path: Path) -> None:
+    ranks.begin(1, connect_alone, str(tmp_path / "ranks"))
+    error = ranks.failure(0)
+    assert isinstance(error, BatonError) and error.code is ErrorCode.ENGINE_DEAD, error
+    assert (error.metadata["cause"], error.metadata["operation"]) == ("collective_failed", "connect"), error.metadata
 
 
 def test_communicator_when_there_is_one_rank_then_changes_nothing() -> None:
@@ -129,13 +137,18 @@ def test_communicator_when_there_is_one_rank_then_changes_nothing() -> None:
     alone.close()
 
 
-def test_host_communicator_when_closed_twice_then_does_nothing(tmp_path: Any) -> None:
+def close_twice(_: Communicator, meeting: str) -> str:
     from torch.distributed import FileStore
 
-    alone = HostCommunicator(0, 1, FileStore(str(tmp_path / "ranks"), 1), TIMEOUT_S)
+    alone = HostCommunicator(0, 1, FileStore(meeting, 1), TIMEOUT_S)
     alone.barrier()
     alone.close()
     alone.close()
+    return "closed"
+
+
+def test_host_communicator_when_closed_twice_then_does_nothing(ranks: RankProcesses, tmp_path: Path) -> None:
+    assert ranks.run(1, close_twice, str(tmp_path / "ranks")) == ["closed"]
 
 
 # -- paths between devices ------------------------------------------------------------------------------------------
