@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -15,13 +14,14 @@ from hypothesis import strategies as st
 
 from engine.input_embeddings import EmbeddingRows
 from engine.parallel.agent_messages import Forget, Share
-from engine.parallel.communicator import HostCommunicator
+from engine.parallel.communicator import Communicator
 from engine.parallel.hub import Hub
 from engine.parallel.leader import LeadingRunner
 from engine.parallel.messages import FollowerFrame, RowOrder, StepOrder
 from engine.parallel.port import Port
 from engine.parallel.step_orders import FollowedSteps, StepOrders, share_embeddings, take_embeddings
 from engine.runner.batch import BatchRow, RowResult, StepBatch, StepResult
+from tests.unit.engine.rank_processes import RankProcesses
 
 
 class Both:
@@ -126,35 +126,37 @@ def test_order_when_values_travel_apart_then_it_has_their_places_alone() -> None
     assert (placed.place, len(placed.values)) == (0, 100)
 
 
-def test_embeddings_when_they_travel_apart_then_one_broadcast_brings_them_to_where_the_order_has_their_places() -> None:
-    from torch.distributed import HashStore
+HIDDEN = 8
 
-    store, cpu, hidden = HashStore(), torch.device("cpu"), 8
-    values = np.arange(5 * hidden, dtype=np.float32).reshape(5, hidden)
-    batch = StepBatch(
+
+def with_embeddings() -> StepBatch:
+    values = np.arange(5 * HIDDEN, dtype=np.float32).reshape(5, HIDDEN)
+    return StepBatch(
         [
             row("a", [1], tokens=[1] * 9, embeddings=[EmbeddingRows(0, values[:1]), EmbeddingRows(4, values[1:3])]),
             row("b", [2]),
             row("c", [3], tokens=[1] * 4, embeddings=[EmbeddingRows(2, values[3:])]),
         ]
     )
-    theirs = FollowedSteps().batch(StepOrders().order(batch, apart=True))
-    plain = FollowedSteps().batch(StepOrders().order(StepBatch([row("a", [1])]), apart=True))
 
-    def rank(number: int) -> None:
-        communicator = HostCommunicator(number, 2, store, 30.0)
-        if number == 0:
-            share_embeddings(StepBatch([row("a", [1])]), communicator, cpu)  # nothing, so no operation either
-            share_embeddings(batch, communicator, cpu)
-        else:
-            take_embeddings(plain, communicator, cpu, hidden)
-            take_embeddings(theirs, communicator, cpu, hidden)
-        communicator.close()
 
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(rank, number) for number in (0, 1)]:
-            done.result(60.0)
-    assert [seen(item) for item in theirs.rows] == [seen(item) for item in batch.rows]
+def move_embeddings(communicator: Communicator) -> list[tuple[object, ...]]:
+    """The rows that this rank has afterwards."""
+    cpu, batch, none = torch.device("cpu"), with_embeddings(), StepBatch([row("a", [1])])
+    if communicator.rank == 0:
+        share_embeddings(none, communicator, cpu)  # nothing, so no operation either
+        share_embeddings(batch, communicator, cpu)
+    else:
+        batch = FollowedSteps().batch(StepOrders().order(batch, apart=True))
+        take_embeddings(FollowedSteps().batch(StepOrders().order(none, apart=True)), communicator, cpu, HIDDEN)
+        take_embeddings(batch, communicator, cpu, HIDDEN)
+    return [seen(item) for item in batch.rows]
+
+
+def test_embeddings_when_they_travel_apart_then_one_broadcast_brings_them_to_where_the_order_has_their_places() -> None:
+    with RankProcesses(2) as ranks:
+        sent, theirs = ranks.run(2, move_embeddings)
+    assert theirs == sent == [seen(item) for item in with_embeddings().rows]
 
 
 def test_batch_when_an_order_does_not_follow_the_one_before_then_it_is_refused() -> None:
