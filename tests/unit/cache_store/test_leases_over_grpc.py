@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -90,15 +91,19 @@ def test_k4_open_load_renews_its_lease_however_slow_it_is() -> None:
 
 
 def test_p4_open_load_whose_renewal_is_cut_ends_with_what_was_delivered(
-    pair: tuple[Node, Node], clock: HeldClock
+    pair: tuple[Node, Node], clock: HeldClock, tmp_path: Path
 ) -> None:
     prefill, decode = pair
-    faults.arm("cache_store.renew:drop,side=prefill;cache_store.send_piece:delay=1,layer=2,block=3")
+    held = tmp_path / "held"  # the last block, until the lease has ended
+    held.touch()
+    faults.arm(f"cache_store.renew:drop,side=prefill;cache_store.send_piece:delay=60,layer=2,block=3,while={held}")
     begin_load(prefill, decode, [5, 6, 7, 8], [1, 2, 3, 4])
     prefill.compute(KEY, 4)
     until(lambda: decode.count("kv_transfer_pieces_total", result="ok") == 8, "two layers have come")
     until(lambda: is_computed(prefill), "the clock of the lease runs")  # said after the layers, which may be quicker
     clock.move(LEASE_S)
+    until(lambda: prefill.count("kv_lease_expirations_total") == 1, "the lease has ended")
+    held.unlink()
     failed = decode.load_failed()
     assert failed.error.code is ErrorCode.KV_LEASE_EXPIRED
     assert int(failed.error.metadata["delivered"]) + int(failed.error.metadata["missing"]) == 12
