@@ -1,4 +1,5 @@
-"""The start of an engine of two ranks, each of which is a thread here: what rank 0 finds out for both of them."""
+"""The start of an engine of two ranks, each of which is a thread here: what rank 0 finds out for both of them. Their
+process is one of its own, so that nothing of the group between them (threads of gloo) stays with all other tests."""
 
 from __future__ import annotations
 
@@ -7,18 +8,20 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.core import Wakeup
-from engine.parallel.communicator import CollectiveFailed
+from engine.parallel.communicator import CollectiveFailed, Communicator
 from engine.parallel.follower import start_follower
 from engine.parallel.hub import Hub
 from engine.parallel.port import Port
 from engine.startup import start_core
 from rpc.errors import BatonError, ErrorCode
+from tests.unit.engine.rank_processes import RankProcesses
 from tests.unit.engine.tiny_models import tiny_model
 
 LIMIT_S = 60.0
@@ -76,31 +79,79 @@ class Ranks:
             wakeup.close()
 
 
-def test_start_when_there_are_two_ranks_then_one_digests_the_weights_for_both(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    ranks = Ranks(tmp_path, tiny_model("llama"))
-    try:
-        found = ranks.start(tiny_model("llama"))
-    finally:
-        ranks.close()
-    assert ranks.said is None
-    assert ranks.fingerprints == {0: found, 1: found}
-    assert len(found) == 32
-    assert [line.threadName for line in caplog.records if line.getMessage() == "weights digested"] == ["MainThread"]
+@pytest.fixture(scope="module")
+def process() -> Iterator[RankProcesses]:
+    with RankProcesses(1) as processes:
+        yield processes
 
 
-def test_start_when_a_rank_has_read_other_files_than_the_first_then_it_says_so_and_leaves(tmp_path: Path) -> None:
-    """As when they are replaced after one rank has read them and before another one does."""
-    other = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
-    ranks = Ranks(tmp_path, other)
+class Records(logging.Handler):
+    """Gathers what is logged while it is used as a context."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def __enter__(self) -> Records:
+        logger = logging.getLogger()
+        self._before = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger()
+        logger.removeHandler(self)
+        logger.setLevel(self._before)
+
+
+Said = tuple[ErrorCode, str] | None
+
+
+def start_with_one_model(_: Communicator, folder: str, model: str) -> tuple[str, dict[int, str], Said, list[str]]:
+    """The fingerprint of the engine, those of its ranks, what rank 1 says, and the threads that have digested."""
+    with Records() as log:
+        ranks = Ranks(Path(folder), Path(model))
+        try:
+            found = ranks.start(Path(model))
+        finally:
+            ranks.close()
+    threads = [record.threadName or "" for record in log.records if record.getMessage() == "weights digested"]
+    return found, ranks.fingerprints, ranks.said, threads
+
+
+def start_with_two_models(_: Communicator, folder: str, model: str, other: str) -> Said:
+    ranks = Ranks(Path(folder), Path(other))
     try:
         with pytest.raises(CollectiveFailed):  # of which a front tells nobody, since the other rank has said why
-            ranks.start(tiny_model("llama"))
+            ranks.start(Path(model))
     finally:
         ranks.close()
-    assert ranks.said is not None
-    code, message = ranks.said
+    return ranks.said
+
+
+def test_start_when_there_are_two_ranks_then_one_digests_the_weights_for_both(
+    process: RankProcesses, tmp_path: Path
+) -> None:
+    model = str(tiny_model("llama"))
+    [(found, fingerprints, said, threads)] = process.run(1, start_with_one_model, str(tmp_path), model)
+    assert said is None
+    assert fingerprints == {0: found, 1: found}
+    assert len(found) == 32
+    assert threads == ["MainThread"]
+
+
+def test_start_when_a_rank_has_read_other_files_than_the_first_then_it_says_so_and_leaves(
+    process: RankProcesses, tmp_path: Path
+) -> None:
+    """As when they are replaced after one rank has read them and before another one does."""
+    model = tiny_model("llama")
+    other = Path(shutil.copytree(model, tmp_path / "model"))
+    [said] = process.run(1, start_with_two_models, str(tmp_path), str(model), str(other))
+    assert said is not None
+    code, message = said
     assert code is ErrorCode.INVALID_PARAMS
     assert f"--model {other}: files changed while the ranks loaded them" in message
