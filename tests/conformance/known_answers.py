@@ -75,7 +75,8 @@ def check_preemptions(client: GenerationClient, decode: ServerProcess, case: Cas
             client.open(case.prompt, len(case.expected), salt=f"{salt} {number}", **case.options)
             for number in range(count)
         ]
-        wait_for("the requests", lambda: len(decode.requests()["open"]) == count, TIMEOUT_S)
+        ids = [generation.request_id for generation in opened]
+        wait_for("the requests", lambda: decode.has_open(ids), TIMEOUT_S)
     for generation in opened:
         assert generation.answer().token_ids == case.expected
     wait_for("preemptions", lambda: decode.counted("baton_preemptions_total", reason="blocks") > before, COUNT_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,23 +158,35 @@ def test_tokens_when_colocated_and_then_with_that_prefix_on_the_decode_server_th
 
 
 def test_tokens_when_eight_requests_run_at_once_then_those_of_transformers(family: Family) -> None:
-    prefill, decode = family.cluster.prefill[0], family.cluster.decode[0]
+    decode = family.cluster.decode[0]
 
     def large_batches() -> float:
         total = decode.metric("baton_engine_batch_requests_count", kind="decode") or 0.0
         return total - (decode.metric("baton_engine_batch_requests_bucket", kind="decode", le="4.0") or 0.0)
 
     before = large_batches()
+    # On a busy machine some requests may be answered before the last load is over; then they are asked once more.
+    for number in range(5):
+        ask_eight_at_once(family, f"batch {number}")
+        with suppress(TimeoutError):
+            wait_for("a step that had more than four requests", lambda: large_batches() > before, COUNT_S)
+            break
+    assert large_batches() > before
+
+
+def ask_eight_at_once(family: Family, salt: str) -> None:
+    prefill, decode = family.cluster.prefill[0], family.cluster.decode[0]
     engines = prefill.engine_pid, decode.engine_pid
     try:
         # The prefill server finds all of them at once, with their loads open: their chunks share steps, and end inside
         # blocks that are being transferred.
         stand_still(engines[0])
-        opened = [family.client.open(prompt, TOKENS, salt="batch") for prompt in family.prompts]
-        wait_for("eight loads", lambda: decode.page("/debug/ledger")["ranks"][0]["loading_requests"] == 8, 10.0)
+        opened = [family.client.open(prompt, TOKENS, salt=salt) for prompt in family.prompts]
+        wait_for("eight loads", lambda: decode.page("/debug/ledger")["ranks"][0]["loading_requests"] == 8, COUNT_S)
         # And the decode server goes on with all of them at once.
         stand_still(engines[1])
-        wait_for("eight requests on the prefill server", lambda: len(prefill.requests()["open"]) == 8, 10.0)
+        ids = [generation.request_id for generation in opened]  # beside those whose KV is still held
+        wait_for("eight requests on the prefill server", lambda: prefill.has_open(ids), COUNT_S)
         os.kill(engines[0], signal.SIGCONT)
         for generation in opened:
             generation.wait_tokens(1)
@@ -185,4 +197,3 @@ def test_tokens_when_eight_requests_run_at_once_then_those_of_transformers(famil
         answer = generation.answer()
         assert answer.token_ids == expected, f"prompt of {len(prompt)}"
         assert (answer.path, answer.attempts) == ("pd", 1)
-    wait_for("a step that had more than four requests", lambda: large_batches() > before, COUNT_S)

@@ -83,7 +83,8 @@ def test_sampling_when_eight_requests_run_at_once_then_each_draws_as_if_alone(sa
             sampled.client.open(prompt, TOKENS, salt="batch", **options)
             for prompt, options in zip(PROMPTS, SAMPLED, strict=True)
         ]
-        wait_for("eight requests on the decode server", lambda: len(decode.requests()["open"]) == len(opened), 10.0)
+        ids = [generation.request_id for generation in opened]
+        wait_for("eight requests on the decode server", lambda: decode.has_open(ids), 10.0)
     for generation, options, expected in zip(opened, SAMPLED, sampled.expected, strict=True):
         assert generation.answer().token_ids == expected, f"{options}"
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -209,6 +209,10 @@ class ServerProcess:
         found = self.requests()["open"]
         return next((entry["state"] for entry in found if entry["request_id"] == request_id), None)
 
+    def has_open(self, request_ids: Iterable[str]) -> bool:
+        """Whether all of these are open, beside whatever else is."""
+        return set(request_ids) <= {entry["request_id"] for entry in self.requests()["open"]}
+
     def metrics(self) -> str:
         return self.get("/metrics").raise_for_status().text
 
@@ -326,8 +330,6 @@ class Cluster:
             if self._with_router:
                 self.start_router()
                 self.wait_router_ready()
-                if max(self._counts.values()) > 1:  # it is ready with the first pair
-                    self.wait_workers_ready()
         except BaseException:
             self.end(failed=True)
             raise
@@ -432,15 +434,22 @@ class Cluster:
         return fresh
 
     def wait_router_ready(self, limit_s: float = 30.0) -> None:
-        """Until the router has a pair, or a colocated server."""
+        """Until the router is ready and finds all servers ready that it knows.
+
+        It is ready itself with the first pair, or with a decode server that computes prompts, too, and would send what
+        comes then there.
+        """
 
         def probe() -> bool:
             try:
-                return self.router.get("/ready", 5.0).status_code == 200
+                if self.router.get("/ready", 5.0).status_code != 200:
+                    return False
+                workers = self.router.total("baton_router_workers")
+                return self.router.total("baton_router_workers", state="ready") == workers > 0
             except httpx.HTTPError:
                 return False
 
-        wait_for("readiness of the router", probe, limit_s)
+        wait_for("readiness of the router and of its servers", probe, limit_s)
 
     def wait_workers_ready(self, limit_s: float = 30.0) -> None:
         """Until the router finds every living server ready."""
