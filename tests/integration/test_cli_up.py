@@ -144,8 +144,14 @@ def cluster(model: Path, targets: Path, logs: Path) -> Iterator[Up]:
     flags = ("--prefill-servers", str(EACH), "--decode-servers", str(EACH), "--prometheus-targets", str(targets))
     with running(model, *flags, "--access-log-dir", str(logs)) as up:
         base_url = up.base_url()
-        wait_for("a ready router", lambda: get_json(base_url, "/v1/models")["data"] or None, 20)
+        # The router alone is ready with a decode server that computes prompts, too.
+        wait_for("servers that the router finds ready", lambda: states(base_url) == ["ready"] * 2 * EACH, START_S)
         yield up
+
+
+def states(base_url: str) -> list[str]:
+    """Of all servers, as the router finds them."""
+    return [worker["state"] for worker in get_json(base_url, "/workers")["workers"]]
 
 
 def status_of(base_url: str) -> dict[str, Any]:
@@ -219,18 +225,19 @@ def test_access_logs_when_up_gets_sighup_then_every_process_goes_on_in_a_new_fil
         path.rename(f"{path}.old")
     chat(base_url)
     cluster.process.send_signal(signal.SIGHUP)
-    wait_for("new files", lambda: names <= {path.name for path in logs.iterdir()}, 10)
+    wait_for("new files", lambda: names <= {path.name for path in logs.iterdir()}, START_S)
     answer = chat(base_url)
     assert answer.baton["path"] == "pd"
     request_id = answer.headers["x-request-id"]
 
     def written(role: str) -> dict[str, Any] | None:
         """The line of this request; a writer that is a second behind puts lines of earlier ones into its new file."""
-        lines = [line for path in logs.glob(f"{role}*.log") for line in path.read_text().splitlines()]
-        return next((entry for entry in map(json.loads, lines) if entry["request_id"] == request_id), None)
+        lines = [line for path in logs.glob(f"{role}*.log") for line in path.read_text().splitlines(keepends=True)]
+        whole = (json.loads(line) for line in lines if line.endswith("\n"))  # one may be in the writing
+        return next((entry for entry in whole if entry["request_id"] == request_id), None)
 
     for role in ("router", "prefill", "decode"):
-        entry = wait_for(f"a line of {role}", lambda role=role: written(role), 10)
+        entry = wait_for(f"a line of {role}", lambda role=role: written(role), START_S)
         assert (entry["log"], entry["role"], entry["code"]) == ("access", role, "NONE_ERROR")
     assert cluster.process.poll() is None
 
@@ -265,7 +272,7 @@ def test_up_when_terminated_then_status_zero_and_nothing_is_left(cluster: Up, ta
     assert len(started) >= 1 + 4 * EACH, "router, and a front and an engine for each server"
     cluster.process.terminate()
     assert cluster.wait_end() == 0, cluster.text
-    none_exist(started, 5)
+    none_exist(started, STOP_S)
     assert not targets.exists()
 
 
@@ -275,7 +282,7 @@ def test_up_when_terminated_while_starting_then_it_stops_at_once_and_leaves_noth
         up.process.terminate()
         assert up.wait_end(10) == 128 + signal.SIGTERM, up.text
         assert "serves at" not in up.text
-        none_exist(started, 5)
+        none_exist(started, STOP_S)
 
 
 @pytest.mark.extended
