@@ -93,13 +93,6 @@ async def written(folder: Path, count: int, size: int = 2) -> None:
         await asyncio.sleep(0.02)  # files of other processes
 
 
-async def there(paths: list[Path]) -> None:
-    limit = time.monotonic() + ANSWER_S
-    while lacking := [path for path in paths if not path.exists()]:
-        assert time.monotonic() < limit, f"{len(lacking)} of {len(paths)} files are not there"
-        await asyncio.sleep(0.02)  # files of other processes
-
-
 async def test_engine_of_two_ranks_when_its_pool_has_lost_a_prompt_then_finds_what_both_ranks_have(
     tmp_path: Path,
 ) -> None:
@@ -118,7 +111,7 @@ async def test_engine_of_two_ranks_when_its_pool_has_lost_a_prompt_then_finds_wh
         tokens, cached = await engine.ask()
         assert tokens == expected and 0 <= cached < BLOCKS * BLOCK
         await engine.quiet()
-        await there(own[1])  # what was lost is there again, beside the files of the other prompt
+        await written(tmp_path, BLOCKS)  # what was lost is there again
         await engine.ask(other)
         assert await engine.ask() == (expected, BLOCKS * BLOCK)
         await engine.quiet()
