@@ -57,7 +57,7 @@ async def own_pool():
 
 
 async def read(mailbox):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         return await mailbox.get()
 
 

@@ -102,7 +102,7 @@ async def test_remove_when_a_request_is_open_there_then_it_goes_on_and_no_new_on
 
         first.at["token:2"] = hold
         task = asyncio.create_task(cluster.collect(make_request()))
-        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.wait_for(reached.wait(), 20)
         worker = cluster.worker(first)
         assert cluster.registry.remove("decode", first.address)
         assert not cluster.registry.remove("decode", first.address)

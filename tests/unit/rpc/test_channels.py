@@ -265,7 +265,7 @@ async def test_connection_that_breaks_under_a_call_is_8205() -> None:
     pool = ChannelPool()
     connection = pool.connection(address)
     call = asyncio.ensure_future(check(connection.channel, 10))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await started_.wait()
     for writer in writers:
         writer.transport.abort()
@@ -301,13 +301,13 @@ async def test_connection_that_falls_silent_is_given_up_after_the_time_of_keepal
         pool = ChannelPool(control_options=options)
         connection = pool.connection(proxy.address)
         call = asyncio.ensure_future(check(connection.channel, 30))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await started_.wait()
         proxy.hold(True)
         began = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
-        assert time.monotonic() - began < 6.0
+        assert time.monotonic() - began < 12.0  # 1.5, and what a busy machine adds; unscaled they are 15
         error = from_rpc_error(caught.value, leg="decode", deadline_passed=False, was_ready=connection.was_ready())
         assert error.code in (ErrorCode.CONNECTION_RESET_BY_PEER, ErrorCode.KEEP_ALIVE_TIMEOUT)
         await pool.close()
@@ -330,7 +330,7 @@ async def test_evicted_peer_is_forgotten_while_its_open_call_ends_in_peace() -> 
     await server.start()
     pool = ChannelPool()
     call = asyncio.ensure_future(check(pool.get(address), 10))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await started_.wait()
     pool.evict(address)
     assert pool.statistics()["peers"] == 0

@@ -142,7 +142,7 @@ async def test_drain_goes_through_its_phases_in_order_and_shows_them() -> None:
 
     work.add(1)
     assert registry.value("baton_drain_state") == 0
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         finished = await life.drain(
             work,
             grace_s=0.01,
@@ -175,7 +175,7 @@ async def test_signal_during_the_grace_cuts_it_short() -> None:
     async def abort() -> None:
         aborted.set()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await life.drain(work, grace_s=60, timeout_s=120, begin=begin, refuse=refuse, abort=abort)
     assert aborted.is_set()
     assert life.exit_code == 143

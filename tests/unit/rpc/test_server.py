@@ -271,7 +271,7 @@ async def test_cancel_of_a_unary_call_reaches_the_handler() -> None:
     async with Deployment() as d:
         call = d.stub.Drain(worker_pb2.DrainRequest(), timeout=30)
         waiter = asyncio.ensure_future(call.wait_for_connection())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await d.worker.entered.wait()
             call.cancel()
             await d.worker.cleaned.wait()
@@ -285,7 +285,7 @@ async def test_cancel_of_a_stream_cleans_up_whether_it_waits_or_sends(interval: 
         call = d.stub.WatchStatus(worker_pb2.WatchStatusRequest(interval_seconds=interval), timeout=30)
         await call.read()
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await d.worker.cleaned.wait()
         await d.settled("WatchStatus", "CANCELLED")
 
@@ -294,7 +294,7 @@ async def test_deadline_of_the_caller_ends_the_handler_and_is_counted_as_603() -
     async with Deployment() as d:
         error = await fails(d.stub.Drain(worker_pb2.DrainRequest(), timeout=2.0))
         assert error.code is ErrorCode.GENERATE_TIMEOUT
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await d.worker.cleaned.wait()
         await d.settled("Drain", "GENERATE_TIMEOUT")
 
@@ -316,7 +316,7 @@ async def test_unknown_method_is_unimplemented_and_its_path_is_no_label() -> Non
     async with Deployment() as d:
         call = d.channel.unary_unary("/baton.v1.Worker/Invented")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"", timeout=5)
+            await call(b"", timeout=20)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert d.registry.value("baton_rpc_requests_total", method="unknown", code="METHOD_NOT_ALLOWED") == 1
         assert b"Invented" not in d.registry.render()
@@ -339,7 +339,7 @@ async def test_call_when_no_handler_sees_it_then_the_hook_is_told_and_the_caller
     async with Deployment() as d:
         call = d.channel.unary_unary(f"/{SERVICE}/{method}")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(message, timeout=5, metadata=(("x-request-id", request_id), ("x-baton-private", "1")))
+            await call(message, timeout=20, metadata=(("x-request-id", request_id), ("x-baton-private", "1")))
         (refused,) = d.refused
         assert refused.error.code is code
         assert refused.known is (method == "GetInfo")
@@ -353,7 +353,7 @@ async def test_call_when_no_handler_sees_it_then_the_hook_is_told_and_the_caller
             assert (parsed.code, parsed.metadata["request_id"]) == (code, refused.request_id)
             await d.settled(method, code.name)
         assert not d.worker.calls
-        await d.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+        await d.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=20)
         assert len(d.refused) == 1
 
 
@@ -364,10 +364,10 @@ async def test_health_follows_serving_for_every_service_and_the_whole() -> None:
         for serving in (False, True, False):
             await d.server.set_serving(serving)
             for name in ("", SERVICE):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
                 assert states.Name(answer.status) == ("SERVING" if serving else "NOT_SERVING")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=5)
+            await stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=20)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -384,7 +384,7 @@ async def test_reflection_lists_and_describes_the_services(package: str) -> None
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"{V1}.ServerReflection"),
         ]
-        answers = [answer async for answer in call(iter(requests), timeout=5)]
+        answers = [answer async for answer in call(iter(requests), timeout=20)]
         names = {service.name for service in answers[0].list_services_response.service}
         assert {SERVICE, "grpc.health.v1.Health", f"{V1}.ServerReflection", f"{V1ALPHA}.ServerReflection"} <= names
         for answer, package_name in ((answers[1], "baton.v1"), (answers[2], V1)):
@@ -422,7 +422,7 @@ async def test_stop_turns_health_negative_and_lets_open_calls_end_within_the_gra
         await d.server.set_serving(True)
         call = d.stub.WatchStatus(worker_pb2.WatchStatusRequest(interval_seconds=3), timeout=30)
         await call.read()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await d.server.stop(0.1)
             await d.worker.cleaned.wait()
 
