@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -201,11 +202,19 @@ def test_k2_read_of_p_s_memory_when_its_blocks_hold_other_prompts_by_then_then_a
     """D is late: P has said everything, the request was aborted there, and its blocks have been written again."""
     prefill, decode = p_of(cluster), d_of(cluster)
     request = generate_input("k2-late", prompt_of(200, salt=2), model=MODEL, max_tokens=TOKENS)
+    pieces = LAYERS * -(-200 // BLOCK)
+
+    def sent() -> float:
+        return prefill.total("baton_kv_transfer_bytes_total", direction="sent")
+
+    cluster.assert_clean_ledgers()  # what was sent before is counted
+    before = sent()
     held.touch()
     try:
         reader = pair.open_decode(request)
         pair.open_prefill(request).result(LIMIT_S)
-        wait_for("P to have said everything", lambda: prefill.open_state("k2-late") == "held", LIMIT_S)
+        # Which it does on a thread of its own, after its answer; and not before D asks for it.
+        wait_for("P to have said everything", lambda: sent() == before + pieces * BLOCK_BYTES, LIMIT_S)
         wait_for("the blocks of the lease", lambda: staged(prefill), LIMIT_S)
         assert pair.p.abort(request.request_key, source="peer")
         assert prefill.finished("k2-late")["kv"]["outcome"] == "aborted"
@@ -219,7 +228,7 @@ def test_k2_read_of_p_s_memory_when_its_blocks_hold_other_prompts_by_then_then_a
     error = failed(reader)
     assert error.code is ErrorCode.LOAD_KV_CACHE_FAILED
     assert error.metadata["cause"] == ErrorCode.REQUEST_TOMBSTONED.name
-    assert error.metadata["delivered"] == str(LAYERS * -(-200 // BLOCK)), "it was not read at all"
+    assert error.metadata["delivered"] == str(pieces), "it was not read at all"
     wait_for("a count of ipc", lambda: decode.total("baton_kv_transfer_seconds_count", transport="ipc") > 0, LIMIT_S)
 
 
@@ -478,10 +487,14 @@ def test_h5_prefill_call_when_it_is_lost_then_the_load_ends_at_its_own_deadline_
     began = time.monotonic()
     reader = pair.open_decode(request)
     reader.wait_for("reserved")
+
+    def loading() -> dict[str, Any] | None:
+        found = decode.requests()["open"]
+        return next((each for each in found if (each["request_id"], each["state"]) == ("h5", "load")), None)
+
     # Who waits for whom, while it waits.
-    wait_for("the load", lambda: decode.open_state("h5") == "load", PUBLISH_LIMIT_S)
-    (waiting,) = (each for each in decode.requests()["open"] if each["request_id"] == "h5")
-    assert (waiting["state"], waiting["waits_for"]) == ("load", p_of(cluster).cache_store[0])
+    waiting = wait_for("the load", loading, PUBLISH_LIMIT_S)
+    assert waiting["waits_for"] == p_of(cluster).cache_store[0]
     assert waiting["state_seconds"] < PUBLISH_LIMIT_S
     error = failed(reader)
     assert PUBLISH_LIMIT_S <= time.monotonic() - began < PUBLISH_LIMIT_S + SOON_S
