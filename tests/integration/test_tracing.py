@@ -82,8 +82,12 @@ def test_trace_when_a_pair_serves_a_request_then_its_spans_form_one_tree(
         check_inside(spans[stage], spans["router.request"])
     for stage in DECODE_STAGES:
         check_inside(spans[stage], spans["decode.request"])
-    for inner, outer in (("cache_store.load", "decode.load"), ("decode.request", "router.decode")):
-        check_inside(spans[inner], spans[outer])
+    check_inside(spans["cache_store.load"], spans["decode.load"])
+    for stage in DECODE_STAGES:
+        check_inside(spans[stage], spans["router.decode"])
+    # It ends on the decode server when its last event is on its way, which the router may have by then.
+    answered = spans["router.decode"]
+    assert answered.begin_ns - SLACK_NS <= spans["decode.request"].begin_ns <= answered.end_ns + SLACK_NS
     for stage in PREFILL_STAGES - {"prefill.publish", "prefill.held"}:  # the KV stays after the answer
         check_inside(spans[stage], spans["prefill.request"])
     for role, stages in (("router", ROUTER_STAGES), ("decode", DECODE_STAGES)):
