@@ -11,41 +11,36 @@ import torch
 for package in ("httpx", "jinja2", "starlette", "tokenizers", "uvicorn"):
     pytest.importorskip(package, reason=f"servers need the package {package}")
 
-from tests.integration.cluster import Cluster, wait_for  # noqa: E402
+from tests.integration.cluster import wait_for  # noqa: E402
 from tests.integration.generation_client import GenerationClient  # noqa: E402
 from tests.integration.test_prefill_graph_status import (  # noqa: E402
     GRAPHS,
-    MODEL,
     PROMPT,
     TOKENS,
+    Running,
+    started,
     test_grpc_when_answered_then_every_message_of_every_choice_has_the_status,  # noqa: F401 - run here too
     test_http_when_answered_then_header_and_object_have_the_status,  # noqa: F401
     test_http_when_streamed_then_header_and_last_chunk_have_the_status,  # noqa: F401
     test_records_when_a_request_has_ended_then_both_servers_have_its_status,  # noqa: F401
 )
-from tests.unit.engine.tiny_models import tiny_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FLAGS = ["--device=cuda", "--attention-backend=triton", "--prefill-cuda-graph-strict", *GRAPHS]
-FLAGS += ["--prefill-cuda-graph-capture-config=16", "--max-num-seqs=4", "--block-size=16"]
+FLAGS += ["--prefill-cuda-graph-capture-config=16", "--max-num-seqs=4"]
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[tuple[Cluster, str]]:
-    flags = ["--served-model-name", MODEL, "--no-enable-prefix-caching", *FLAGS]
-    folder = tiny_model("llama")
-    with Cluster(model=folder, prefill_flags=flags, decode_flags=flags, start_limit_s=120) as cluster:
-        yield cluster, "replayed"
-        assert cluster.errors_without_code() == []
+def running() -> Iterator[Running]:
+    with started("replayed", FLAGS, {}) as running:
+        yield running
 
 
-def test_metrics_when_prompts_were_replayed_then_the_prefill_server_counts_each_once(
-    running: tuple[Cluster, str],
-) -> None:
-    cluster, status = running
+def test_metrics_when_prompts_were_replayed_then_the_prefill_server_counts_each_once(running: Running) -> None:
+    cluster, status = running.cluster, running.status
     server, name = cluster.prefill[0], "baton_prefill_cuda_graph_requests_total"
     before = server.metric(name, status=status) or 0.0
     replays = server.metric("baton_prefill_cuda_graph_replays_total", bucket="16") or 0.0

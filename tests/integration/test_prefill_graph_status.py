@@ -56,27 +56,34 @@ class Running:
     counted: list[float]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: getattr(case, "status", None))
-def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    case: Case = request.param
-    if case.env and find_spec("triton") is None:
-        pytest.skip("needs Triton")
-    flags = ["--served-model-name", MODEL, "--block-size", "16", "--no-enable-prefix-caching", *case.flags]
+@contextlib.contextmanager
+def started(status: str, flags: list[str], env: dict[str, str]) -> Iterator[Running]:
+    """A pair whose requests have that status, once the first one is answered."""
+    flags = ["--served-model-name", MODEL, "--block-size", "16", "--no-enable-prefix-caching", *flags]
     with Cluster(
-        model=tiny_model("llama"), prefill_flags=flags, decode_flags=flags, env=case.env, start_limit_s=120
+        model=tiny_model("llama"), prefill_flags=flags, decode_flags=flags, env=env, start_limit_s=120
     ) as cluster:
         servers = (cluster.prefill[0], cluster.decode[0])
 
         def counted() -> list[float]:
-            return [server.counted(COUNTED, status=case.status) for server in servers]
+            return [server.counted(COUNTED, status=status) for server in servers]
 
         assert counted() == [0, 0]
         with GenerationClient(cluster.router.grpc) as client:
             first = client.generate(PROMPT, TOKENS)
         with contextlib.suppress(TimeoutError):  # what engines count comes once a second at the latest; a test says it
             wait_for("the count of the first request", lambda: counted() == [1, 0], 10.0)
-        yield Running(cluster, case.status, first, counted())
+        yield Running(cluster, status, first, counted())
         assert cluster.errors_without_code() == []
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: getattr(case, "status", None))
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    case: Case = request.param
+    if case.env and find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    with started(case.status, case.flags, case.env) as running:
+        yield running
 
 
 def body(**changes: object) -> dict[str, object]:
