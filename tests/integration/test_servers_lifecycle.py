@@ -33,7 +33,6 @@ from tests.integration.cluster import (
 )
 from tests.integration.test_servers_handoff import MODEL, prompt_of
 from tests.integration.wire_client import TIMEOUT_S, Client, EventReader, Pair, generate_input, statuses, typed
-from tests.standstill import standing_still
 from tests.unit.engine.tiny_models import tiny_model
 
 NAME = ["--served-model-name", MODEL]
@@ -72,7 +71,8 @@ class Ending:
     """Servers without a router that one test each ends; they start side by side. The prefill servers are slow."""
 
     cluster: Cluster
-    with_a_stream: ServerProcess
+    with_a_stream: ServerProcess  # its stream makes no step as long as `stream` is there
+    stream: Path
     by_rpc: ServerProcess
     in_a_second: ServerProcess  # its drain has no more
     by_signals: dict[signal.Signals, ServerProcess] = field(default_factory=dict)
@@ -83,12 +83,14 @@ class Ending:
 
 
 @pytest.fixture(scope="module")
-def ending() -> Iterator[Ending]:
+def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ending]:
+    stream = tmp_path_factory.mktemp("ending") / "stream"
+    held = {"BATON_FAULTS": f"engine.step:delay=60,kind=decode,request_key=stream*,while={stream}"}
     with Cluster(
         0, 0, model=tiny_model("llama"), router=False, prefill_flags=CHUNKS, prefill_env=SLOW, decode_flags=NAME
     ) as running:
         in_a_second = running.start_prefill(["--drain-timeout-secs", "1"])
-        found = Ending(running, running.start_decode(), running.start_decode(), in_a_second)
+        found = Ending(running, running.start_decode(env=held), stream, running.start_decode(), in_a_second)
         for number in extent([signal.SIGINT], list(SECOND_SIGNALS)):
             found.temporary(number).mkdir()
             found.by_signals[number] = running.start_prefill(env={"TMPDIR": str(found.temporary(number))})
@@ -224,17 +226,20 @@ def test_drain_when_a_stream_is_open_then_it_finishes_and_new_requests_get_8608(
     with Client(decode, MODEL) as client:
         watch = statuses(client, 30.0)
         assert next(watch).state == worker_pb2.WORKER_STATE_READY
-        request = generate_input("stream", prompt_of(20), model=MODEL, max_tokens=450, ignore_eos=True)
-        reader = local_stream(client, request)
-        with standing_still(decode.engine_pid):  # the stream does not end meanwhile
+        request = generate_input("stream", prompt_of(20), model=MODEL, max_tokens=60, ignore_eos=True)
+        ending.stream.touch()  # the stream does not end meanwhile
+        try:
+            reader = local_stream(client, request)
             decode.signal(signal.SIGTERM)
             assert next(watch).state == worker_pb2.WORKER_STATE_DRAINING  # pushed, not polled
             with pytest.raises(grpc.RpcError) as caught:
                 client.local(generate_input("late", prompt_of(5), model=MODEL))
+        finally:
+            ending.stream.unlink()
         error = typed(caught.value)
         assert error.code is ErrorCode.SERVER_DRAINING
         assert error.retry_after_s is not None
-        assert len(reader.wait_end().tokens) == 450
+        assert len(reader.wait_end().tokens) == 60
         assert reader.error is None
         assert decode.wait() == 0
 
