@@ -32,8 +32,8 @@ DECODE_FAULTS = (
     "engine.step:delay=0.05,kind=decode,request_key=victim*",
 )
 SLOW, HELD = "slow", "held"  # names of files
-LAYER_S = 0.5  # that a layer of a step takes on a prefill server whose layers are slow
-PIECE_S = 0.035  # and a block of a layer on its way
+LAYER_S = 0.8  # that a layer of a step takes on a prefill server whose layers are slow
+PIECE_S = 0.05  # and a block of a layer on its way
 
 
 def slow_layers(condition: str = "") -> str:
