@@ -23,6 +23,7 @@ from tests.conformance.live_cluster import API_KEY, BLOCK, CHAT, COMPLETIONS, KE
 from tests.integration.cluster import ROOT, ServerProcess, wait_for
 
 LAYERS, BLOCK_BYTES = 3, 2 * 2 * BLOCK * 16 * 4  # K and V, heads, tokens, head_dim, float32
+LIMIT_S = 20.0
 ROUTER_STAGES = ("validate", "tokenize", "queue", "choose", "first_token", "stream")
 STATES = ("free", "running", "staged", "receiving", "quarantined", "cached")
 SHORT = {"router": "R", "prefill": "P", "decode": "D"}
@@ -222,7 +223,7 @@ def observed(live: Live) -> Observed:
             and figures.grew("decode", "baton_engine_batch_tokens_sum") >= 11
         )
 
-    wait_for("figures of the request before", booked, 5.0, poll_s=0.05)
+    wait_for("figures of the request before", booked, LIMIT_S, poll_s=0.05)
     figures.before = figures.after
     over_http(live, run, "first", prompt=PROMPTS["long"], max_tokens=8, cache_salt="figures")
     over_http(live, run, "again", prompt=PROMPTS["long"], max_tokens=8, cache_salt="figures", stream=True)
@@ -242,9 +243,15 @@ def observed(live: Live) -> Observed:
             and figures.grew("decode", "baton_kv_transfer_size_bytes_count") >= 4
             and figures.grew("decode", "baton_prefix_cache_queried_tokens_total") >= 2 * len(PROMPTS["short"])
             and figures.grew("decode", "baton_engine_batch_tokens_sum") in batch_tokens()
+            and figures.grew("prefill", "baton_engine_batch_requests_sum", kind="prefill") >= 5
+            # A call is booked when its answer is on its way, which its client may have by then.
+            and figures.grew("prefill", "baton_rpc_requests_total", method="baton.v1.Prefill/Prefill") >= 5
+            and figures.grew("decode", "baton_rpc_requests_total", method="baton.v1.Decode/Decode") >= 6
+            and figures.grew("router", "baton_rpc_requests_total", method="baton.v1.Generation/Generate") >= 1
+            and figures.grew("router", "baton_http_requests_total", method="POST") >= 6
         )
 
-    wait_for("figures of all requests", settled, 5.0, poll_s=0.05)
+    wait_for("figures of all requests", settled, LIMIT_S, poll_s=0.05)
     return Observed(run, figures)
 
 
@@ -459,7 +466,7 @@ def test_access_log_when_requests_were_served_then_each_process_has_one_line_of_
             if (process.role, name) in (("prefill", "figures-several"), ("decode", "figures-single")):
                 continue
             expected = 2 if (process.role, name) == ("decode", "figures-several") else 1
-            mine = wait_for(f"{expected} lines of {name}", lambda: access_lines(process, name, expected), 5.0)  # noqa: B023
+            mine = wait_for(f"{expected} lines of {name}", lambda: access_lines(process, name, expected), LIMIT_S)  # noqa: B023
             assert [line["code"] for line in mine] == ["NONE_ERROR"] * expected, (process.name, name)
             assert all(line["prompt_tokens"] > 0 for line in mine)
             assert "Say something about ledgers" not in json.dumps(mine)
