@@ -22,6 +22,7 @@ from tests.unit.front.scripted_engine import (
 )
 from tests.unit.front.service_calls import decode_request, error_of, prefill_request, refusal, start
 from tests.unit.front.wire_requests import REQUEST_ID, REQUEST_KEY, generate_input, sampling
+from tests.unit.rpc.waiting import until
 
 # -- the good ways -------------------------------------------------------------------------------------------
 
@@ -265,10 +266,12 @@ async def test_request_when_the_engine_fails_it_then_its_code_and_stage_leave_th
         front.engine.emit(failed(raised))
         error = error_of(await task)
         record = (await front.records())[0]
+        labels = {"method": _method(role), "code": seen.name}
+        # A call is booked when it has ended here; its status may be there before.
+        await until(lambda: front.metrics.value("baton_rpc_requests_total", **labels) == 1)
     assert (error.code, error.stage, error.message) == (seen, "allocate", "it failed")
     assert error.metadata["request_id"] == REQUEST_ID  # although no metadata of the call named it
     assert (record["code"], record["source"]) == (int(seen), "context_error")
-    assert front.metrics.value("baton_rpc_requests_total", method=_method(role), code=seen.name) == 1
 
 
 def _method(role: str) -> str:
