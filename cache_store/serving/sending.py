@@ -71,7 +71,6 @@ class Sender(ABC):
         self._link = link
         self._reader = link.reader
         self._changed = asyncio.Event()
-        self._begun = False
         self._unsaid = pb.LoadEvent()
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         link.reader.notify = self._notify
@@ -246,18 +245,17 @@ class Sender(ABC):
         write = asyncio.ensure_future(self._link.context.write(message))
         try:
             await asyncio.wait({write, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not write.done():
+            if write.done():
+                await write
+            else:
                 await self._quiet()
                 self._link.let_go(self._reader, False)
-            if write.done() or not self._begun:
-                # The first write carries the headers, and gRPC takes no status while it does not know them as sent.
-                await write
-            self._begun = True
             self._check_stop()
         finally:
             if not write.done():
                 write.cancel()
-            elif not write.cancelled():
+                await settled([write])  # of the first one: once the status can follow it (rpc/stream_context.py)
+            if not write.cancelled():
                 write.exception()
 
     def _check_stop(self) -> None:
