@@ -41,7 +41,9 @@ DECODE_FAULTS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What the client saw of one request. `status`: of HTTP as the router counts it, or gRPC's code."""
+    """What the client saw of one request. `status`: of HTTP as the router counts it, or gRPC's code. `cut_off`: by the
+    client's own clock, which does not say whether that of the router, which has begun a little later, ran out first;
+    for the router it may as well have left."""
 
     request_id: str
     api: str
@@ -53,6 +55,7 @@ class Seen:
     prompt_tokens: int = 0
     tokens: int = 0
     attempts: int = 0
+    cut_off: bool = False
 
 
 def _ids(number: int, length: int = 20) -> list[int]:
@@ -178,7 +181,9 @@ class Mixed:
             parsed = parse_status(details_payload(error.trailing_metadata() or ()))
             codes = {"CANCELLED": "CANCELLED", "DEADLINE_EXCEEDED": "GENERATE_TIMEOUT"}
             code = parsed.code.name if parsed is not None else codes[error.code().name]
-            return Seen(request_id, "grpc", True, "error", code, error.code().name, "before_first_token")
+            cut_off = parsed is None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            status, phase = error.code().name, "before_first_token"
+            return Seen(request_id, "grpc", True, "error", code, status, phase, cut_off=cut_off)
         raise AssertionError(f"{request_id} was answered")
 
     def cancels(self, number: int) -> Seen:

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -275,7 +275,7 @@ def leave_in_the_middle(cluster: Cluster) -> None:
     with standing_still(cluster.decode[0].engine_pid):
         with httpx.stream("POST", url, json=body, timeout=30, verify=False) as response:
             assert next(response.iter_lines()).startswith("data: ")
-        wait_for("the departure", lambda: cluster.router.page("/load")["inflight"] == 0, 10.0, poll_s=0.05)
+        wait_for("the departure", lambda: cluster.router.page("/load")["inflight"] == 0, 30.0, poll_s=0.05)
 
 
 def load(pair: Pair, round_: int) -> None:
@@ -372,6 +372,9 @@ def test_queries_when_compared_with_the_processes_then_they_name_families_and_la
 # -- the same numbers everywhere -----------------------------------------------------------------------------------
 
 
+CUT_OFF = ("CANCELLED", "GENERATE_TIMEOUT")  # how a call ends whose client's time is over
+
+
 class Counts:
     """Counters of a process, by family and the values of the labels that are asked for."""
 
@@ -409,8 +412,8 @@ def reconciled(pair: Pair) -> Reconciled:
     def access(role: str) -> list[dict[str, Any]]:
         return [line for line in processes[role].log_lines() if line.get("log") == "access"]
 
-    wait_for("an idle router", lambda: pair.apart.router.page("/load")["inflight"] == 0, 10.0, poll_s=0.05)
-    pair.apart.assert_clean_ledgers(10.0)
+    wait_for("an idle router", lambda: pair.apart.router.page("/load")["inflight"] == 0, 30.0, poll_s=0.05)
+    pair.apart.assert_clean_ledgers()
     logged = {role: len(access(role)) for role in processes}
     before = {role: Counts(process) for role, process in processes.items()}
     mixed = Mixed(pair.apart.router.http, pair.apart.router.grpc)
@@ -440,6 +443,10 @@ def reconciled(pair: Pair) -> Reconciled:
 
     with contextlib.suppress(TimeoutError):  # the tests say what is missing
         wait_for("all calls booked and logged", settled, 30.0, poll_s=0.1)
+    found = {str(line["request_id"]): str(line["code"]) for line in lines["router"]}
+    for number, one in enumerate(seen):
+        if one.cut_off and found.get(one.request_id) in CUT_OFF:
+            seen[number] = replace(one, code=found[one.request_id])
     return Reconciled(seen, before, after, lines)
 
 
@@ -464,8 +471,13 @@ def test_counts_when_compared_then_statuses_are_those_that_clients_got(reconcile
         expected = tally([one for one in over_http if one.api == api], "status")
         assert Counter({(status,): n for (path, status), n in statuses.items() if path == route}) == expected
     calls = reconciled.grew("router", "baton_rpc_requests_total", "method", "code")
-    by_grpc = tally([one for one in reconciled.seen if one.api == "grpc"], "code")
-    assert Counter({(code,): n for (method, code), n in calls.items() if method.endswith("/Generate")}) == by_grpc
+    counted = Counter({(code,): n for (method, code), n in calls.items() if method.endswith("/Generate")})
+    by_grpc = [one for one in reconciled.seen if one.api == "grpc"]
+    expected = tally([one for one in by_grpc if not one.cut_off], "code")
+    assert expected <= counted
+    rest = counted - expected
+    assert rest.total() == sum(one.cut_off for one in by_grpc)
+    assert {code for (code,) in rest} <= set(CUT_OFF)
 
 
 def test_counts_when_compared_then_tokens_and_attempts_agree(reconciled: Reconciled) -> None:
@@ -516,8 +528,8 @@ def test_counts_when_compared_then_each_server_has_a_line_of_every_call(
 
 
 def test_clusters_when_all_is_done_then_ledgers_are_clean_and_open_work_is_zero(pair: Pair) -> None:
-    pair.apart.assert_clean_ledgers(10.0)
-    pair.together.assert_clean_ledgers(10.0)
+    pair.apart.assert_clean_ledgers()
+    pair.together.assert_clean_ledgers()
     gauges = (
         "baton_num_requests_running", "baton_num_requests_waiting", "baton_num_requests_loading",
         "baton_kv_transfer_inflight", "baton_kv_leases_active", "baton_router_worker_inflight",
