@@ -20,6 +20,7 @@ from rpc import status
 from rpc.channels import SERVER_OPTIONS
 from rpc.errors import BatonError, ErrorCode
 from rpc.version import PROTOCOL_VERSION
+from tests.integration.cluster import free_port
 
 EOS = 2
 MODEL = "tiny"
@@ -116,7 +117,9 @@ class ScriptedServer:
 
     # -- life
 
-    async def start(self, address: str = "127.0.0.1:0") -> str:
+    async def start(self, address: str = "") -> str:
+        """Without an address at a port that nobody else is given while the server is stopped."""
+        address = address or f"127.0.0.1:{free_port()}"
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(_WorkerService(self), self._server)
         if self.role == "prefill":
