@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from rpc.channels import (
 from rpc.errors import BatonError, ErrorCode
 from rpc.server import GrpcServer
 from rpc.status import from_rpc_error
+from tests.integration.cluster import free_port
 from tests.integration.tcp_proxy import TcpProxy
 from tests.unit.rpc.waiting import until
 
@@ -82,12 +82,6 @@ def test_options_have_the_documented_values() -> None:
         assert options["grpc.max_receive_message_length"] == limit
         assert options["grpc.max_send_message_length"] == limit
         assert options["grpc.max_metadata_size"] == 16384
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 async def started(port: int = 0) -> GrpcServer:
@@ -177,8 +171,8 @@ async def test_was_ready_tells_a_connection_from_none() -> None:
 
 
 async def test_f3_closed_port_fails_fast_and_a_reopened_one_is_found_again() -> None:
-    server = await started()
-    port = server.port
+    port = free_port()
+    server = await started(port)
     address = f"127.0.0.1:{port}"
     evicted: list[tuple[str, str]] = []
     pool = ChannelPool(on_evict=lambda peer, state: evicted.append((peer, state)))
