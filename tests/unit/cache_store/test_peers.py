@@ -25,6 +25,7 @@ from protos import cache_store_pb2_grpc as pb_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
 from rpc.status import trailing_metadata
+from tests.integration.cluster import free_port
 from tests.unit.cache_store.agents import LAYOUT, Node, assert_clean, key_of, nodes, prefill_result, settings, until
 from tests.unit.cache_store.lease_fixtures import Clock
 
@@ -142,7 +143,7 @@ def test_h2_another_engine_at_the_address_is_restarted_with_both_ids(pair: tuple
 
 
 def test_restarted_peer_on_the_same_port_is_found_out_and_the_new_one_served() -> None:
-    prefill, decode = Node("prefill", seed=1), Node("decode", seed=2)
+    prefill, decode = Node("prefill", seed=1, port=free_port()), Node("decode", seed=2)
     with nodes(decode):
         prefill.stage(KEY, [5])
         decode.load(prefill.source, KEY, [1])
