@@ -26,6 +26,7 @@ from protos import cache_store_pb2 as pb
 from protos import cache_store_pb2_grpc
 from rpc import faults
 from rpc.errors import BatonError, ErrorCode
+from tests.integration.cluster import free_port
 from tests.unit.cache_store.agents import LAYOUT, WAIT_S, Node, assert_clean, key_of, nodes, settings, until
 from tests.unit.cache_store.between import Between
 from tests.unit.cache_store.staged import StagedNode
@@ -300,8 +301,8 @@ def test_port_when_it_cannot_be_used_and_tcp_is_demanded_then_the_load_says_so()
 def test_port_when_it_is_given_then_it_is_that_one_and_one_that_is_in_use_leaves_tcp_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
+    port = free_port()  # nobody else is given it between the two
+    with socket.create_server(("127.0.0.1", port)):
         with pair(transport="auto", data_port=port) as (prefill, decode):
             assert data_port(prefill) == 0
             assert any(f"data port {port} of 127.0.0.1 cannot be opened" in r.getMessage() for r in caplog.records)
