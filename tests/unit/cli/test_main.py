@@ -12,6 +12,7 @@ from cli import up
 from cli.launch import LaunchError, check_free
 from cli.main import COMMANDS, main
 from cli.process import Process
+from tests.integration.cluster import free_port
 
 
 def test_help_then_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +90,9 @@ def test_restart_when_a_server_has_ranks_then_it_asks_for_ports_that_can_be_had(
 
 def test_check_free_when_the_port_is_busy_then_flag_and_port_are_named() -> None:
     with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
+        port = free_port()  # nobody else is given it after this
+        busy.bind(("127.0.0.1", port))
         busy.listen()
-        port = busy.getsockname()[1]
         with pytest.raises(LaunchError, match=f"--port {port}: cannot listen on 127.0.0.1:{port}"):
             check_free("--port", "127.0.0.1", port)
     check_free("--port", "127.0.0.1", port)
