@@ -67,7 +67,7 @@ def test_h6_start_when_the_router_is_first_and_servers_come_and_go_in_any_order_
             # Both end; prefill, decode come back. Their engines are others now, and are found out as such.
             for server in (cluster.decode[0], cluster.prefill[0]):
                 assert server.terminate() == 0
-            wait_for("the router to miss its servers", lambda: cluster.router.get("/ready").status_code == 503, 5.0)
+            wait_for("the router to miss its servers", lambda: cluster.router.get("/ready").status_code == 503, 20.0)
             cluster.restart(cluster.prefill[0])
             wait_workers_ready(cluster)
             assert refused(cluster) is ErrorCode.NO_DECODE_WORKER

@@ -34,9 +34,9 @@ def as_before(live: Live) -> Iterator[None]:
     """After each test the cluster serves as before, and no request is left open anywhere."""
     yield
     live.check_serving()
-    wait_for("no open request", lambda: live.http.get("/load").json()["inflight"] == 0, 5.0)
+    wait_for("no open request", lambda: live.http.get("/load").json()["inflight"] == 0, 20.0)
     for server in live.cluster.servers:
-        wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], 5.0)
+        wait_for(f"no open request on {server.name}", lambda server=server: not server.requests()["open"], 20.0)
 
 
 def generation_call(live: Live, **fields: Any) -> Any:
@@ -128,7 +128,7 @@ def test_key_when_it_is_open_or_was_served_then_the_servers_refuse_a_second_requ
                 first = pool.submit(channel.unary_unary(path), message.SerializeToString(), CALL_LIMIT_S)
             else:
                 first = pool.submit(lambda: list(channel.unary_stream(path)(message.SerializeToString(), CALL_LIMIT_S)))
-            wait_for("an open request", lambda: server.open_state(request_id) == "engine", 5.0)
+            wait_for("an open request", lambda: server.open_state(request_id) == "engine", 20.0)
             open_already = again(live)
             check_second(open_already, request_id)
             assert open_already.status is grpc.StatusCode.ALREADY_EXISTS
@@ -265,7 +265,7 @@ def test_body_when_its_sender_leaves_half_way_then_nothing_is_answered_and_nothi
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: {KEY_METADATA[0][1]}\r\n"
             'Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"model": '.encode()
         )
-    wait_for("the client's departure", lambda: left() == before + 1, 5.0)
+    wait_for("the client's departure", lambda: left() == before + 1, 20.0)
 
 
 def test_good_requests_when_many_bad_ones_come_at_once_then_they_are_served(live: Live) -> None:

@@ -53,7 +53,7 @@ def test_cluster_when_all_of_them_were_refused_then_it_is_as_before(live: Live) 
         assert process.metric("baton_rpc_requests_total", code="UNKNOWN_ERROR") is None
         assert process.metric("baton_contract_breaches_total") is None
     for server in live.cluster.servers:
-        wait_for(f"no open request on {server.name}", lambda server=server: server.requests()["open"] == [], 5.0)
+        wait_for(f"no open request on {server.name}", lambda server=server: server.requests()["open"] == [], 20.0)
         assert server.metric("baton_rpc_requests_total", method="grpc.health.v1.Health/Check", code="PATH_NOT_FOUND")
         assert server.metric("baton_kv_ledger_imbalance_blocks") == 0
-    wait_for("no lease", lambda: live.p.metric("baton_kv_leases_active") == 0, 5.0)
+    wait_for("no lease", lambda: live.p.metric("baton_kv_leases_active") == 0, 20.0)

@@ -66,7 +66,7 @@ def ask_grpc(live: Live, prompt: Sequence[int], *, stream: bool) -> Told:
 def settle(live: Live) -> None:
     """Until the servers have ended what was answered; the KV on the prefill server is let go a little later."""
     for server in live.cluster.servers:
-        wait_for(f"the end of all requests on {server.name}", lambda server=server: not server.requests()["open"], 5.0)
+        wait_for(f"the end of all requests on {server.name}", lambda server=server: not server.requests()["open"], 20.0)
     live.cluster.assert_clean_ledgers()
 
 
@@ -133,7 +133,7 @@ def test_r5_cached_tokens_when_servers_have_parts_of_the_prompt_then_all_tell_th
             now.skipped - before.skipped,
         )
 
-    wait_for("counters that agree with what was told", counted, 5.0, poll_s=0.05)
+    wait_for("counters that agree with what was told", counted, 20.0, poll_s=0.05)
 
 
 async def test_prediction_when_servers_tell_what_they_cache_then_it_is_what_they_find(live: Live) -> None:

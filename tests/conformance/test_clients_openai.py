@@ -359,7 +359,7 @@ def test_errors_when_an_id_is_in_use_or_aborted_then_they_are_conflict_and_499(
         with pytest.raises(openai.ConflictError) as conflict:
             client.completions.create(**options)
         assert (conflict.value.code, conflict.value.param) == ("DUPLICATE_REQUEST", "request_id")
-    wait_for("the end of the first", lambda: live.http.get("/load").json()["inflight"] == 0, 5.0)
+    wait_for("the end of the first", lambda: live.http.get("/load").json()["inflight"] == 0, 20.0)
     assert live.http.post("/abort_request", json={"request_id": "client-late"}).json()["found"] is False
     with pytest.raises(openai.APIStatusError) as aborted:
         client.completions.create(model=MODEL, prompt=PROMPT, extra_headers={"X-Request-Id": "client-late"})
@@ -389,7 +389,7 @@ class Departures:
     def counted(self) -> None:
         """Returns when the router has noticed that one client left."""
         aborts, cancelled = self._before
-        wait_for("the count of the departure", lambda: self._counts() == (aborts + 1, cancelled + 1), 5.0)
+        wait_for("the count of the departure", lambda: self._counts() == (aborts + 1, cancelled + 1), 20.0)
 
     def check(self, request_id: str, at_least: int) -> None:
         """One client left: it was counted, its request ended early on the decode server, and nothing is held."""

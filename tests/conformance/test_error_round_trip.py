@@ -183,11 +183,11 @@ def test_log_when_every_code_was_raised_then_each_failure_of_the_servers_is_one_
 def test_cluster_when_every_code_was_raised_then_nothing_is_left_and_it_serves(
     cluster: Cluster, http: httpx.Client
 ) -> None:
-    cluster.assert_clean_ledgers(5.0)
+    cluster.assert_clean_ledgers()
     cluster.wait_router_ready()
     answer = http.post(COMPLETIONS, json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
     assert answer.status_code == 200, answer.text
-    wait_for("no open request", lambda: not any(server.requests()["open"] for server in cluster.servers), 5.0)
+    wait_for("no open request", lambda: not any(server.requests()["open"] for server in cluster.servers), 20.0)
     assert cluster.router.metric("baton_http_inflight_requests", route=COMPLETIONS) == 0
 
 
@@ -275,8 +275,8 @@ def test_gauges_when_loads_stand_at_a_barrier_then_they_count_each_of_them_and_f
 
     with standing_still(cluster.prefill[0].engine_pid):
         opened = [client.open([5, 6, 7, number], 2, request_id=f"barrier-{number}") for number in range(6)]
-        wait_for("six loads that nobody answers", lambda: counts() == (6.0, 6.0), 10.0)
+        wait_for("six loads that nobody answers", lambda: counts() == (6.0, 6.0), 20.0)
     for generation in opened:
         assert len(generation.answer().token_ids) == 2
-    wait_for("nothing in flight", lambda: counts() == (0.0, 0.0), 5.0)
+    wait_for("nothing in flight", lambda: counts() == (0.0, 0.0), 20.0)
     cluster.assert_clean_ledgers()

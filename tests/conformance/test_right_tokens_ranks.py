@@ -213,7 +213,7 @@ def test_o7_load_when_one_rank_fails_then_its_code_and_rank_reach_the_client_and
         ranked.cluster.assert_clean_ledgers()
         # Booked by the rank whose load failed, and by no other.
         reason = "CACHE_STORE_LOAD_BUFFER_TIMEOUT"
-        wait_for("the figures", lambda: decode.counted("baton_kv_transfer_failures_total", reason=reason) >= 4, 5.0)
+        wait_for("the figures", lambda: decode.counted("baton_kv_transfer_failures_total", reason=reason) >= 4, 20.0)
         lines = [line for line in decode.metrics().splitlines() if line.startswith("baton_kv_transfer_failures_total{")]
         assert sum(float(line.rpartition(" ")[2]) for line in lines) == 4, lines
         # Neither side has lost anything.

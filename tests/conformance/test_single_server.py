@@ -44,10 +44,10 @@ def test_gauge_when_requests_are_open_on_a_colocated_server_then_it_counts_them_
     with GenerationClient(live.cluster.router.grpc) as client:
         with frozen(live.d):
             calls = [client.stub.Generate(request_of([5, 6, 7, n], 2), metadata=asking, timeout=15.0) for n in range(3)]
-            wait_for("three requests", lambda: live.d.metric("baton_rpc_inflight", method=method) == 3, 5.0)
+            wait_for("three requests", lambda: live.d.metric("baton_rpc_inflight", method=method) == 3, 20.0)
             calls.pop().cancel()
-            wait_for("one less", lambda: live.d.metric("baton_rpc_inflight", method=method) == 2, 5.0)
+            wait_for("one less", lambda: live.d.metric("baton_rpc_inflight", method=method) == 2, 20.0)
         for call in calls:
             assert sum(len(message.tokens) for message in call) == 2
-    wait_for("none", lambda: live.d.metric("baton_rpc_inflight", method=method) == 0, 5.0)
+    wait_for("none", lambda: live.d.metric("baton_rpc_inflight", method=method) == 0, 20.0)
     live.check_serving()

@@ -110,7 +110,7 @@ class Launched:
         return found
 
     def assert_clean(self) -> None:
-        wait_for("clean ledgers", lambda: not self.dirty(), 3.0, 0.1)
+        wait_for("clean ledgers", lambda: not self.dirty(), 20.0, 0.1)
 
 
 def _page_of(container: Container, port: int) -> Any:

@@ -134,9 +134,9 @@ def test_metrics_when_a_request_was_served_then_each_role_shows_its_own_series_o
         wait_for(
             f"the bytes {direction}",
             lambda of=server, way=direction: of.counted("baton_kv_transfer_bytes_total", direction=way),
-            5.0,
+            20.0,
         )
-    wait_for("the end of the lease", lambda: prefill.metric("baton_kv_leases_active") == 0, 5.0)
+    wait_for("the end of the lease", lambda: prefill.metric("baton_kv_leases_active") == 0, 20.0)
     cluster.assert_clean_ledgers()
     states = ("free", "running", "staged", "receiving", "quarantined", "cached")
 
@@ -151,7 +151,7 @@ def test_metrics_when_a_request_was_served_then_each_role_shows_its_own_series_o
         wait_for(
             f"{counts} in the metrics of {server.name}",
             lambda server=server, counts=counts: blocks(server) == {state: counts[state] for state in states},
-            5.0,
+            20.0,
         )
 
 
@@ -196,7 +196,7 @@ def test_kv_events_when_a_prompt_is_cached_and_flushed_then_a_subscriber_can_fol
     cluster: Cluster, pair: Pair
 ) -> None:
     pair.p.worker.FlushCache(worker_pb2.FlushCacheRequest(), timeout=TIMEOUT_S)
-    wait_for("an empty cache", lambda: cluster.prefill[0].ledger()[0]["cached"] == 0, 5)
+    wait_for("an empty cache", lambda: cluster.prefill[0].ledger()[0]["cached"] == 0, 20.0)
     stream = pair.p.worker.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(), timeout=TIMEOUT_S)
     first = next(stream)
     assert (first.sequence, first.engine_id) == (1, cluster.prefill[0].engine_id)
@@ -283,7 +283,7 @@ def test_access_log_when_requests_end_then_each_has_one_line_without_content(clu
         def lines(server: ServerProcess = server) -> list[dict[str, object]]:
             return [line for line in server.log_lines() if line.get("request_id") == "logged"]
 
-        found = wait_for("the access line", lines, 5.0)
+        found = wait_for("the access line", lines, 20.0)
         assert len(found) == 1
         assert (found[0]["code"], found[0]["attempt"], found[0]["prompt_tokens"]) == ("NONE_ERROR", 0, 20)
         assert found[0]["stages"]
