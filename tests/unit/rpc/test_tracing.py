@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rpc import trace_export
 from rpc.server_settings import CommonSettings
 from rpc.settings import SettingsError
 from rpc.stages import StageClock
@@ -239,6 +240,7 @@ def test_exporter_that_raises_when_spans_come_then_nobody_hears_of_it_but_the_lo
         raise RuntimeError("defect")
 
     monkeypatch.setattr(OTLPSpanExporter, "export", fail)
+    monkeypatch.setattr(trace_export, "DELAY_MS", 60_000)  # the close alone delivers, both spans together
     tracer = open_tracer("http://127.0.0.1:9", 1.0, service="baton-router", role="router")
     request_spans(tracer, 1)
     tracer.close(5)
