@@ -87,7 +87,7 @@ def test_campaign_when_it_is_ended_in_the_background_of_a_script_then_nothing_of
             campaign.kill()
     assert campaign.returncode == 130
     own = str(tmp_path).encode()  # the model that its servers were told to serve lies there
-    wait_for("the end of its processes", lambda: not any(own in each for each in map(_content, _commands())), 10.0)
+    wait_for("the end of its processes", lambda: not any(own in each for each in map(_content, _commands())), 30.0)
     assert not list(tmp_path.glob("baton-chaos-*"))
 
 

@@ -402,7 +402,7 @@ def test_k14_conversations_when_releases_come_late_then_each_turn_ends_and_the_p
         for turn in range(turns):
             request_id = f"k14-{number}-{turn}"
             try:
-                answer = client.generate(prompt, 16, request_id=request_id, salt=str(number), timeout_s=15.0)
+                answer = client.generate(prompt, 16, request_id=request_id, salt=str(number))
             except BatonError as error:
                 ends.append(error.code.name)
                 continue
@@ -466,7 +466,7 @@ def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_
         began = time.monotonic()
         response = posted.result(LIMIT_S)
         opened.wait_end(LIMIT_S)
-        assert time.monotonic() - began < 4.0, "D found out by its own time limit"
+        assert time.monotonic() - began < LOAD_LIMIT_S / 2, "D found out by its own time limit"
     assert response.status_code == 502
     assert response.json()["error"]["baton_code"] == ErrorCode.LOAD_KV_CACHE_FAILED
     error = opened.error
