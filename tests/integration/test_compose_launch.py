@@ -125,6 +125,10 @@ def launched(volumes: Path) -> Iterator[Launched]:
         deployment.publish()
         deployment.up(START_LIMIT_S)
         found = Launched(deployment)
+        # The router alone is healthy with a decode server that computes prompts, too.
+        deployment.wait(
+            "the router to find all servers", lambda: set(found.workers().values()) == {"ready"}, START_LIMIT_S
+        )
         yield found
         found.http.close()
 
@@ -218,7 +222,7 @@ def test_compose_when_an_engine_dies_then_the_restarted_server_is_found_at_its_n
     launched.ask(salt="away")  # the others serve meanwhile
     deployment.wait("its new start", lambda: container.health == "healthy" and container.starts == 2, START_LIMIT_S)
     assert container.address != before
-    deployment.wait("the router to find it", lambda: launched.workers()["decode-1:50052"] == "ready", 15)
+    deployment.wait("the router to find it", lambda: launched.workers()["decode-1:50052"] == "ready", START_LIMIT_S)
     launched.ask(salt="again-0")
     launched.ask(salt="again-1")
     assert launched.page("decode-1", "/debug/requests")["finished"], "the new one got no request"
