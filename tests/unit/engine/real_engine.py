@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,26 @@ from tests.unit.engine.tiny_models import tiny_model
 LIMIT_S = 30.0
 
 
+class QuietWakeup(Wakeup):
+    """One that nobody wakes any more once it is closed. An engine's process ends then; here a thread of an agent or of
+    a compiler that ends later would write to whatever file of another test has the number of its descriptor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = threading.Lock()
+        self._closed = False
+
+    def wake(self) -> None:
+        with self._turn:
+            if not self._closed:
+                super().wake()
+
+    def close(self) -> None:
+        with self._turn:
+            self._closed = True
+            super().close()
+
+
 class RealEngine:
     """One core. `step` is a turn of its loop; outputs gather by key."""
 
@@ -48,7 +69,7 @@ class RealEngine:
         }
         folder = model if isinstance(model, Path) else tiny_model(model)
         self.config = EngineConfig(role=role, model=str(folder), **settings)  # type: ignore[arg-type]
-        self.wakeup = Wakeup()
+        self.wakeup = QuietWakeup()
         self.core, self.ready = start_core(self.config, self.wakeup)
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.staged_ends: list[StagedEnd] = []
@@ -61,7 +82,9 @@ class RealEngine:
     def __exit__(self, *_: object) -> None:
         if self.core.tiers is not None:
             self.core.tiers.close(drain_s=10.0)
-        self.core.agent.close(2.0)
+        if self.core.scheduler.grammars is not None:
+            self.core.scheduler.grammars.close()
+        self.core.agent.close(10.0)
         self.wakeup.close()
 
     @property

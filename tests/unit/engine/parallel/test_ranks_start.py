@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.core import Wakeup
 from engine.parallel.communicator import CollectiveFailed, Communicator
 from engine.parallel.follower import start_follower
 from engine.parallel.hub import Hub
@@ -22,6 +21,7 @@ from engine.parallel.port import Port
 from engine.startup import start_core
 from rpc.errors import BatonError, ErrorCode
 from tests.unit.engine.rank_processes import RankProcesses
+from tests.unit.engine.real_engine import QuietWakeup
 from tests.unit.engine.tiny_models import tiny_model
 
 LIMIT_S = 60.0
@@ -44,7 +44,7 @@ class Ranks:
         self.hub, self._port = Hub([ours], LIMIT_S), Port(theirs, LIMIT_S)
         self._meeting = folder / "meeting"
         self._meeting.touch()
-        self._wakeups = Wakeup(), Wakeup()
+        self._wakeups = QuietWakeup(), QuietWakeup()
         self._second = second
         self.fingerprints: dict[int, str] = {}  # as the ranks' agents tell it
         self.said: tuple[ErrorCode, str] | None = None  # when rank 1 fails
