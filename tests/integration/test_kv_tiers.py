@@ -91,7 +91,7 @@ def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
         found = Tiered(cluster, folder, flags)
         found.expected, cached = found.generate()
         assert cached == 0
-        wait_for("the blocks on disk", lambda: found.count("writes_total", outcome="stored") >= BLOCKS, 10.0)
+        wait_for("the blocks on disk", lambda: found.count("writes_total", outcome="stored") >= BLOCKS, 30.0)
         yield found
         cluster.assert_clean_ledgers()
         assert cluster.errors_without_code() == []
@@ -120,8 +120,8 @@ def test_prompt_when_its_server_was_killed_then_the_next_one_has_its_blocks_but_
             tiered.count("fetched_tokens_total"),
         )
 
-    wait_for("the counts", lambda: counts() == (BLOCKS - 1, 1, cached), 10.0)
-    wait_for("the damaged block anew", lambda: tiered.count("writes_total", outcome="stored") == 1, 10.0)
+    wait_for("the counts", lambda: counts() == (BLOCKS - 1, 1, cached), 30.0)
+    wait_for("the damaged block anew", lambda: tiered.count("writes_total", outcome="stored") == 1, 30.0)
     assert len(tiered.files) == BLOCKS and last.read_bytes() != record
     # Log-probabilities of a prompt need its computation.
     assert tiered.generate(prompt_logprobs=0) == (tiered.expected, 0)
@@ -148,7 +148,7 @@ def test_prompt_when_the_disk_is_slow_then_it_is_computed_and_holds_no_blocks_fo
     fault = f"cache_store.tier:delay=60,tier=disk,operation=get,times=1,while={slow}"
     tiered.start_anew({"BATON_FAULTS": fault}, "--kv-tier-timeout-ms", "200")
     assert tiered.generate() == (tiered.expected, 0)
-    wait_for("the count", lambda: tiered.count("fetches_total", outcome="timeout") == 1, 10.0)
+    wait_for("the count", lambda: tiered.count("fetches_total", outcome="timeout") == 1, 30.0)
     assert len(tiered.generate(SHORT)[0]) == NEW_TOKENS  # while the disk is still at it
     cluster.assert_clean_ledgers()
     slow.unlink()
@@ -161,5 +161,5 @@ def test_cache_when_it_is_flushed_then_neither_pool_nor_disk_has_the_prompt(tier
     tiered.cluster.assert_clean_ledgers()
     with Pair(tiered.cluster.prefill[0], tiered.cluster.decode[0], MODEL) as pair:
         pair.p.worker.FlushCache(worker_pb2.FlushCacheRequest(), timeout=TIMEOUT_S)
-    wait_for("an empty directory", lambda: not tiered.files, 10.0)
+    wait_for("an empty directory", lambda: not tiered.files, 30.0)
     assert tiered.generate() == (tiered.expected, 0)

@@ -72,7 +72,7 @@ def started(status: str, flags: list[str], env: dict[str, str]) -> Iterator[Runn
         with GenerationClient(cluster.router.grpc) as client:
             first = client.generate(PROMPT, TOKENS)
         with contextlib.suppress(TimeoutError):  # what engines count comes once a second at the latest; a test says it
-            wait_for("the count of the first request", lambda: counted() == [1, 0], 10.0)
+            wait_for("the count of the first request", lambda: counted() == [1, 0], 30.0)
         yield Running(cluster, status, first, counted())
         assert cluster.errors_without_code() == []
 
