@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 from xdist.scheduler import LoadFileScheduling
 
 # Longer than a test that is alone on the machine may take, and another one that waits for it.
@@ -62,6 +63,10 @@ class Scheduling(LoadFileScheduling):
         if died_in is not None:  # the tests have not ended before the worker that follows it has joined
             self.registered_collections.pop(node, None)
         return died_in
+
+    def _assign_work_unit(self, node: Any) -> None:
+        with contextlib.suppress(OSError):  # it has just died, and will give back what it was assigned
+            super()._assign_work_unit(node)
 
     def _reschedule(self, node: Any) -> None:
         if node not in self.registered_collections:  # it has yet to say what it has found
@@ -142,7 +147,7 @@ def _words_file(worker: str) -> Path:
 
 
 def _last_words(worker: str) -> str:
-    """The stacks of its threads when a signal for a fault came."""
+    """The stacks of its threads when a signal for a fault came, or when its test had taken too long."""
     try:
         return _words_file(worker).read_text(errors="replace")
     except FileNotFoundError:
@@ -159,9 +164,11 @@ def configure(config: pytest.Config, *, worker: bool) -> None:
     if worker:
         # Not `sys.stderr`, which pytest captures.
         faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
-        words = _words_file(os.environ["PYTEST_XDIST_WORKER"]).open("w")
+        words = _words_file(os.environ["PYTEST_XDIST_WORKER"]).open("w", buffering=1)
         config.add_cleanup(words.close)
         faulthandler.enable(words, all_threads=True)
+        # What is said of a test that takes too long (pytest-timeout) would go to nobody: it ends the process.
+        config.get_terminal_writer = lambda: TerminalWriter(words)
     elif config.getoption("dist", "no") != "no":
         config.pluginmanager.register(Watch(config, float(os.environ.get("BATON_TESTS_STALL_S", STALL_S))))
 

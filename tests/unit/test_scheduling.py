@@ -35,17 +35,8 @@ def run(folder: Path, files: dict[str, str], workers: int, stall_s: float = LIMI
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment |= {"BATON_TESTS_STALL_S": str(stall_s), "TMPDIR": str(folder)}  # apart from the run that this is in
-    options = [
-        "-p",
-        "xdist",
-        "-n",
-        str(workers),
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-        "-p",
-        "no:cacheprovider",
-    ]
+    plugins = ["-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    options = [*plugins, "-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options],
         cwd=folder,
@@ -86,6 +77,20 @@ def test_run_when_its_last_test_kills_the_worker_then_it_ends(workers: int, tmp_
     assert "1 failed, 6 passed" in output, output
     assert "SIGABRT" in output, output
     assert 'test_z.py", line 2 in test_z' in output, output
+
+
+def test_run_when_a_test_takes_too_long_then_the_report_has_its_stack_and_its_output(tmp_path: Path) -> None:
+    hangs = "import threading\ndef test_hangs():\n    print('so far')\n    threading.Event().wait()\n"
+    files = {
+        "test_a.py": PASSES,
+        "test_b.py": hangs,
+        "test_c.py": PASSES,
+        "pytest.ini": "[pytest]\ntimeout = 3\ntimeout_method = thread\n",
+    }
+    status, output = run(tmp_path, files, 2)
+    assert status == 1, output
+    assert "1 failed, 4 passed" in output, output
+    assert "status 1" in output and 'test_b.py", line 4, in test_hangs' in output and "so far" in output, output
 
 
 def test_run_when_no_test_ends_then_it_stops_and_names_the_test_its_stack_and_what_has_failed(tmp_path: Path) -> None:
