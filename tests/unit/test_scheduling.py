@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import extended
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 PLUGIN = """
@@ -50,8 +52,15 @@ def run(folder: Path, files: dict[str, str], workers: int, stall_s: float = LIMI
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(3)"])
+@pytest.mark.parametrize(
+    ("workers", "end"),
+    [
+        (1, "os.kill(os.getpid(), 9)"),
+        extended(2, "os.kill(os.getpid(), 9)"),
+        extended(1, "os._exit(3)"),
+        (2, "os._exit(3)"),
+    ],
+)
 def test_run_when_a_worker_dies_then_all_others_are_run_and_the_run_says_how_it_ended(
     workers: int, end: str, tmp_path: Path
 ) -> None:
@@ -67,7 +76,7 @@ def test_run_when_a_worker_dies_then_all_others_are_run_and_the_run_says_how_it_
     assert "its process ended with " + ("SIGKILL" if "kill" in end else "status 3") in output, output
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, extended(2)])
 def test_run_when_its_last_test_kills_the_worker_then_it_ends(workers: int, tmp_path: Path) -> None:
     files = {f"test_{number}.py": PASSES for number in range(3)} | {
         "test_z.py": "def test_z():\n    import os; os.abort()\n"
