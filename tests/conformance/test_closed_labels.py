@@ -5,6 +5,7 @@ The router's whole code stands between real HTTP and gRPC clients and scripted s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import random
@@ -35,11 +36,13 @@ from rpc.stages import DECODE_STAGES, PREFILL_STAGES
 from tests.unit.router.scripted_cluster import Cluster, running_cluster
 from tests.unit.router.scripted_server import MODEL, fails
 from tests.unit.router.tokenizer_folders import CHATML, byte_level
+from tests.unit.rpc.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
 MOST_SERIES = 5000
 SERVERS = 8  # of each role
+LIMIT_S = 30.0
 CODES = [code for code in ErrorCode if code is not ErrorCode.NONE_ERROR]
 
 
@@ -49,6 +52,17 @@ class Running:
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
     routes: frozenset[str]
+    calls: int = 0  # over gRPC
+
+    async def booked(self) -> None:
+        """Returns once every call over gRPC is counted, which may come after its status."""
+        await until(lambda: self.total("baton_rpc_requests_total", "router") >= self.calls, LIMIT_S)
+        assert self.total("baton_rpc_requests_total", "router") == self.calls
+
+    def total(self, name: str, role: str) -> float:
+        families = text_string_to_metric_families(self.cluster.metrics.render().decode())
+        samples = itertools.chain.from_iterable(family.samples for family in families)
+        return sum(each.value for each in samples if each.name == name and each.labels["role"] == role)
 
     def series(self) -> dict[str, list[dict[str, str]]]:
         """Labels of each sample of Baton's own, by the sample's name."""
@@ -96,6 +110,8 @@ async def running(api_keys: tuple[str, ...] = ()) -> AsyncIterator[Running]:
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
                 grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
             ):
+                async with asyncio.timeout(LIMIT_S):
+                    await channel.channel_ready()
                 routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
                 yield Running(cluster, http, channel, routes)
         finally:
@@ -136,8 +152,11 @@ async def attack(router: Running, rng: random.Random) -> None:
         (f"{SERVICE}/{plain}", ()), (plain, (("x-request-id", plain),)),
         (f"{SERVICE}/Generate", (("x-request-id", "#"),)),
     ):  # fmt: skip
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            await router.channel.unary_unary(f"/{method}")(word.encode(), timeout=10, metadata=metadata)
+        router.calls += 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.channel.unary_unary(f"/{method}")(word.encode(), timeout=LIMIT_S, metadata=metadata)
+        assert refused.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT)
+    await router.booked()
 
 
 async def fail_in_every_way(router: Running) -> None:
