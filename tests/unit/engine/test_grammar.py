@@ -239,6 +239,7 @@ def test_a_first_token_that_the_grammar_rejects_when_it_arrives_with_the_load_th
         key = "r#0.00000001"
         grammar = GrammarSpec(GrammarKind.REGEX, "[0-9]{3}")
         d.add(key, PROMPT, RunMode.DECODE, source=p.source, grammar=grammar)
+        run_until([d], lambda: not d.core.scheduler.open[key].waits_for_grammar)  # it is compiled before the load ends
         p.add(key, PROMPT, RunMode.PREFILL)
         run_until([d, p], lambda: d.ended(key) and p.ended(key) and p.clean())
         error = d.last(key).error
