@@ -54,9 +54,7 @@ class Scheduling(LoadFileScheduling):
         workload = self.assigned_work[node]
         died_in = next((test for unit in workload.values() for test, ended in unit.items() if not ended), None)
         if died_in is not None:
-            for unit in workload.values():
-                if died_in in unit:
-                    unit[died_in] = True
+            workload[self._split_scope(died_in)][died_in] = True
         for scope in [scope for scope, unit in workload.items() if all(unit.values())]:
             del workload[scope]
         super().remove_node(node)
@@ -82,8 +80,7 @@ class Scheduling(LoadFileScheduling):
 class Watch:
     """Ends a run in which no test begins or ends any more, and says which were running and where the workers are."""
 
-    def __init__(self, config: pytest.Config, limit_s: float = STALL_S) -> None:
-        self._config = config
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._moved = threading.Event()
         self._ends = False
@@ -124,11 +121,12 @@ class Watch:
             if self._ends:
                 return
         running = ", ".join(self._running) or "none"
-        report = f"\nno test has begun or ended for {self._limit_s:.0f} s; running: {running}"
         workers = dict(self._pids)
+        report = f"\nno test has begun or ended for {self._limit_s:.0f} s; running: {running}"
         print(f"{report}; the stacks of {workers} follow", file=sys.__stderr__, flush=True)
         for pid in workers.values():
-            _signal_quietly(pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
         threading.Event().wait(STACKS_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -154,11 +152,6 @@ def _last_words(worker: str) -> str:
         return ""
 
 
-def _signal_quietly(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
 def configure(config: pytest.Config, *, worker: bool) -> None:
     """Of a worker, and of the process that distributes the tests among workers."""
     if worker:
@@ -170,7 +163,7 @@ def configure(config: pytest.Config, *, worker: bool) -> None:
         # What is said of a test that takes too long (pytest-timeout) would go to nobody: it ends the process.
         config.get_terminal_writer = lambda: TerminalWriter(words)
     elif config.getoption("dist", "no") != "no":
-        config.pluginmanager.register(Watch(config, float(os.environ.get("BATON_TESTS_STALL_S", STALL_S))))
+        config.pluginmanager.register(Watch(float(os.environ.get("BATON_TESTS_STALL_S", STALL_S))))
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
