@@ -472,7 +472,7 @@ def test_h4_sender_when_it_fails_after_the_prefill_has_answered_then_the_client_
         began = time.monotonic()
         response = posted.result(LIMIT_S)
         opened.wait_end(LIMIT_S)
-        assert time.monotonic() - began < LOAD_LIMIT_S / 2, "D found out by its own time limit"
+        assert time.monotonic() - began < 4.0, "D found out by its own time limit"
     assert response.status_code == 502
     assert response.json()["error"]["baton_code"] == ErrorCode.LOAD_KV_CACHE_FAILED
     error = opened.error

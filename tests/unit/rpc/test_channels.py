@@ -301,7 +301,7 @@ async def test_connection_that_falls_silent_is_given_up_after_the_time_of_keepal
         began = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
-        assert time.monotonic() - began < 12.0  # 1.5, and what a busy machine adds; unscaled they are 15
+        assert time.monotonic() - began < 6.0
         error = from_rpc_error(caught.value, leg="decode", deadline_passed=False, was_ready=connection.was_ready())
         assert error.code in (ErrorCode.CONNECTION_RESET_BY_PEER, ErrorCode.KEEP_ALIVE_TIMEOUT)
         await pool.close()
